@@ -1,0 +1,51 @@
+# Every target sets up what it needs: the virtual environment, the pinned dependencies, the native library.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/installed
+NATIVE := src/unequal/kernels/libunequal.so
+PEERS  := .venv-peers
+
+.PHONY: help train test lint native bench peers clean
+help:      ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+
+$(STAMP): constraints.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 numpy setuptools
+	command -v cmake >/dev/null || $(BIN)/pip install -q --disable-pip-version-check cmake
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[test,lint]"
+	touch $@
+
+$(NATIVE): $(STAMP) CMakeLists.txt $(wildcard csrc/*)
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build -DCMAKE_BUILD_TYPE=Release >build.log 2>&1 \
+	  && PATH="$(abspath $(BIN)):$$PATH" cmake --build build --parallel >>build.log 2>&1 || { cat build.log; rm -f build.log; exit 1; }
+	@rm -f build.log
+	@touch $@
+
+native: $(NATIVE)  ## build the CPU kernels
+
+train: $(NATIVE)   ## train the default recipe on generated data
+	$(BIN)/unequal train default
+
+test: $(NATIVE)    ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(NATIVE)    ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+peers: $(PEERS)/installed  ## a second environment with TorchRec and FBGEMM, for side-by-side runs
+$(PEERS)/installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q --disable-pip-version-check torch==2.13.0 numpy==2.4.6
+	$(PEERS)/bin/pip install -q --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+	$(PEERS)/bin/pip install -q --disable-pip-version-check tensordict torchmetrics==1.0.3 pyre-extensions iopath tqdm
+	touch $@
+
+bench: $(NATIVE) $(PEERS)/installed  ## remake the benchmarks beside FBGEMM and torch
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build $(VENV) $(PEERS) $(NATIVE)

@@ -1,0 +1,1 @@
+"""unequal: embedding rows are not equal."""
