@@ -4,7 +4,7 @@ Every touched row is updated once per step with the sum of its gradients, in a f
 step are not touched at all: no decay, no momentum. Norms (LAMB, LARS) are taken per row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from .errors import RecipeError
@@ -23,7 +23,7 @@ class Optimizer:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in (part.name for part in fields(self)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0 or value == float("inf"):
                 raise RecipeError(f"{type(self).__name__}.{name}", "a number of 0 or more", value)

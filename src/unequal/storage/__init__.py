@@ -1,0 +1,5 @@
+"""Where rows lie: memory for tables and outputs, and for every table the answer to `locate(ids) → slots`."""
+
+from .tables import DenseStorage, HashedStorage, Storage, make_storage
+
+__all__ = ["DenseStorage", "HashedStorage", "Storage", "make_storage"]

@@ -1,0 +1,10 @@
+"""The reference kernels: plain torch, one table and one feature at a time. What the fast kernels are compared with."""
+
+from .hash import HashDirectory
+from .initialize import initialize
+from .lookup import lookup
+from .rounding import round_rows
+from .unique import unique
+from .update import update
+
+__all__ = ["HashDirectory", "initialize", "lookup", "round_rows", "unique", "update"]

@@ -1,0 +1,99 @@
+// What each optimizer does to one row, given the sum of the row's gradients. The formulas are those of optim.py.
+#pragma once
+#include "rows.h"
+
+namespace unequal {
+
+enum Optimizer : int64_t { kSGD = 0, kAdagrad, kRowWiseAdagrad, kAdam, kRowWiseAdam, kLAMB, kLARS };
+
+// How many floats of state a row has at `which` (0 or 1): none, one per row, or one per value.
+inline int64_t state_per_row(int64_t optimizer, int which, int64_t dim) {
+  switch (optimizer) {
+    case kAdagrad: case kLARS: return which == 0 ? dim : 0;
+    case kRowWiseAdagrad: return which == 0 ? 1 : 0;
+    case kAdam: case kLAMB: return dim;
+    case kRowWiseAdam: return which == 0 ? dim : 1;
+    default: return 0;
+  }
+}
+
+// Σ x², always in the same order: 16 running sums, then those from left to right.
+template <int D>
+inline float sum_of_squares(const float* x, int64_t run_time_dim) {
+  const int64_t dim = D ? D : run_time_dim;
+  float lanes[16] = {};
+  int64_t j = 0;
+  for (; j + 16 <= dim; j += 16)
+    for (int k = 0; k < 16; ++k) lanes[k] += x[j + k] * x[j + k];
+  for (int k = 0; j < dim; ++j, ++k) lanes[k] += x[j] * x[j];
+  float sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+// w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer.
+template <int D>
+inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g) {
+  const int64_t dim = D ? D : t.dim;
+  const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
+  const float beta1 = float(t.beta1), beta2 = float(t.beta2);
+  const float correct1 = float(1.0 / t.correction1), correct2 = float(1.0 / t.correction2);
+  switch (t.optimizer) {
+    case kSGD:
+      for (int64_t j = 0; j < dim; ++j) w[j] -= lr * (g[j] + decay * w[j]);
+      break;
+    case kAdagrad:
+      for (int64_t j = 0; j < dim; ++j) {
+        const float gradient = g[j] + decay * w[j];
+        s0[j] += gradient * gradient;
+        w[j] -= lr * gradient / (std::sqrt(s0[j]) + eps);
+      }
+      break;
+    case kRowWiseAdagrad: {
+      if (decay != 0)
+        for (int64_t j = 0; j < dim; ++j) g[j] += decay * w[j];
+      *s0 += sum_of_squares<D>(g, dim) / float(dim);
+      const float step = lr / (std::sqrt(*s0) + eps);
+      for (int64_t j = 0; j < dim; ++j) w[j] -= step * g[j];
+      break;
+    }
+    case kAdam:
+      for (int64_t j = 0; j < dim; ++j) {
+        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
+        s1[j] = beta2 * s1[j] + (1 - beta2) * g[j] * g[j];
+        w[j] -= lr * (s0[j] * correct1 / (std::sqrt(s1[j] * correct2) + eps) + decay * w[j]);
+      }
+      break;
+    case kRowWiseAdam: {
+      *s1 = beta2 * *s1 + (1 - beta2) * (sum_of_squares<D>(g, dim) / float(dim));
+      const float scale = correct1 / (std::sqrt(*s1 * correct2) + eps);
+      for (int64_t j = 0; j < dim; ++j) {
+        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
+        w[j] -= lr * (s0[j] * scale + decay * w[j]);
+      }
+      break;
+    }
+    case kLAMB: {
+      for (int64_t j = 0; j < dim; ++j) {
+        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
+        s1[j] = beta2 * s1[j] + (1 - beta2) * g[j] * g[j];
+        g[j] = s0[j] * correct1 / (std::sqrt(s1[j] * correct2) + eps) + decay * w[j];
+      }
+      const float size = std::sqrt(sum_of_squares<D>(w, dim)), length = std::sqrt(sum_of_squares<D>(g, dim));
+      const float step = lr * (size > 0 && length > 0 ? size / length : 1.0f);
+      for (int64_t j = 0; j < dim; ++j) w[j] -= step * g[j];
+      break;
+    }
+    case kLARS: {
+      const float size = std::sqrt(sum_of_squares<D>(w, dim)), length = std::sqrt(sum_of_squares<D>(g, dim));
+      const float step = size > 0 && length > 0 ? lr * float(t.trust) * size / (length + decay * size) : lr;
+      for (int64_t j = 0; j < dim; ++j) {
+        s0[j] = beta1 * s0[j] + step * (g[j] + decay * w[j]);
+        w[j] -= s0[j];
+      }
+      break;
+    }
+  }
+}
+
+}  // namespace unequal

@@ -1,0 +1,153 @@
+// Rows in memory: where a slot lies, how a row of any dtype is read as float32, how it is rounded when written back.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+#include "common.h"
+
+namespace unequal {
+
+constexpr int kMaxDim = 4096;
+
+template <int W>
+using Lanes = float __attribute__((vector_size(4 * W)));
+
+// The widest vector that divides a row of D values; rows of other sizes (D = 0: known at run time only) go by scalars.
+template <int D>
+constexpr int kWidth = D % 16 == 0 ? 16 : 8;
+
+// Calls body with the row width as a compile-time constant where it is a common one, so that a row stays in registers.
+template <class Body>
+inline void by_dim(int64_t dim, Body&& body) {
+  switch (dim) {
+    case 8: return body(std::integral_constant<int, 8>{});
+    case 16: return body(std::integral_constant<int, 16>{});
+    case 32: return body(std::integral_constant<int, 32>{});
+    case 64: return body(std::integral_constant<int, 64>{});
+    case 128: return body(std::integral_constant<int, 128>{});
+    default: return body(std::integral_constant<int, 0>{});
+  }
+}
+
+struct Half { uint16_t bits; };
+struct BFloat { uint16_t bits; };
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline float to_float(Half x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, mantissa = x.bits & 1023;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * float(mantissa) * 0x1p-24f;
+  const uint32_t bits = sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | mantissa << 13;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+#endif
+}
+
+template <int W>
+inline Lanes<W> load(const float* p) {
+  Lanes<W> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <int W>
+inline Lanes<W> load(const BFloat* p) {
+  uint32_t wide[W];
+  for (int j = 0; j < W; ++j) wide[j] = uint32_t(p[j].bits) << 16;
+  Lanes<W> v;
+  std::memcpy(&v, wide, sizeof v);
+  return v;
+}
+template <int W>
+inline Lanes<W> load(const Half* p) {
+  Lanes<W> v;
+#if defined(__F16C__)
+  for (int j = 0; j < W; j += 8) {
+    const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + j)));
+    std::memcpy(reinterpret_cast<float*>(&v) + j, &eight, sizeof eight);
+  }
+#else
+  for (int j = 0; j < W; ++j) v[j] = to_float(p[j]);
+#endif
+  return v;
+}
+template <int W>
+inline void store(float* p, Lanes<W> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+inline uint64_t row_key(uint64_t rounding_key, int64_t slot) { return mix64(rounding_key + uint64_t(slot) * kGolden); }
+inline uint64_t four_words(uint64_t key, int64_t group) { return mix64(key + uint64_t(group + 1) * kGolden); }
+
+// Rounds down or up in proportion to the distance, decided by 16 random bits. Infinity and NaN stay; float16 saturates.
+inline BFloat round_to(float x, uint32_t random, BFloat) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7F800000u) != 0x7F800000u) bits += random & 0xFFFFu;
+  else if (bits & 0x007FFFFFu) bits |= 0x00400000u;
+  return {uint16_t(bits >> 16)};
+}
+inline Half round_to(float x, uint32_t random, Half) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
+  const uint32_t size = bits & 0x7FFFFFFFu;
+  if (size >= 0x7F800000u) return {uint16_t(sign | 0x7C00u | (size > 0x7F800000u ? 0x200u : 0u))};
+  if (size < 0x38800000u) {  // below 2^-14 the spacing is 2^-24
+    float magnitude;
+    std::memcpy(&magnitude, &size, 4);
+    return {uint16_t(sign | uint16_t(magnitude * 0x1p24f + float(random & 0x1FFFu) * 0x1p-13f))};
+  }
+  const uint32_t rounded = (size + (random & 0x1FFFu)) >> 13;
+  return {uint16_t(sign | (rounded > 0x23BFFu ? 0x7BFFu : rounded - 0x1C000u))};
+}
+
+template <class T>
+inline void store_rounded(T* row, const float* values, int64_t dim, uint64_t key) {
+  for (int64_t j = 0; j < dim; j += 4) {
+    const uint64_t words = four_words(key, j / 4);
+    for (int64_t k = 0; k < 4 && j + k < dim; ++k) row[j + k] = round_to(values[j + k], uint32_t(words >> (16 * k)), T{});
+  }
+}
+
+// Which slab a slot lies in and its place there; see Table::slab_log2.
+inline int slab_of(int64_t slab_log2, int64_t slot, int64_t& place) {
+  if (slab_log2 < 0) {
+    place = slot;
+    return 0;
+  }
+  const int64_t shifted = slot + (int64_t(1) << slab_log2);
+  const int top = 63 - __builtin_clzll(uint64_t(shifted));
+  place = shifted - (int64_t(1) << top);
+  return top - int(slab_log2);
+}
+
+template <class T>
+inline T* row_at(const Table& table, int64_t slot) {
+  int64_t place;
+  const int slab = slab_of(table.slab_log2, slot, place);
+  return static_cast<T*>(table.weights[slab]) + place * table.dim;
+}
+
+inline float* state_at(const Table& table, int which, int64_t slot, int64_t per_row) {
+  int64_t place;
+  const int slab = slab_of(table.slab_log2, slot, place);
+  return table.state[which][slab] + place * per_row;
+}
+
+inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, 0, 2);
+}
+
+}  // namespace unequal

@@ -1,0 +1,382 @@
+// Backward fused with the optimizer: lookups are grouped by row, each row's gradients are summed in the order of their
+// positions, and the row is updated once. No gradient of a table is ever materialised.
+//
+//   1. Count, in chunks of lookups, how many fall into each bucket (a table's rows by their low bits: hot rows are often
+//      neighbours, low bits spread them).
+//   2. Place (row, position) pairs into their buckets, in order of position.
+//   3. Take buckets in any order on any thread: sort one in cache, sum each run of equal rows, apply the optimizer.
+//   4. Rows read more than kLongRun times are left over: their runs are summed in pieces of kLongRun by all threads, the
+//      pieces added in order, the row updated. So a sum's order depends on the data alone, never on the threads.
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include <omp.h>
+
+#include "optimizers.h"
+
+namespace unequal {
+namespace {
+
+constexpr int64_t kChunk = 8192;
+constexpr int64_t kBucketLookups = 1024;
+constexpr int64_t kLongRun = 512;
+constexpr int64_t kAhead = 12;
+
+using Pair = uint64_t;  // row in the high half, position in the low half
+inline int64_t row_of(Pair pair) { return int64_t(pair >> 32); }
+inline uint32_t position_of(Pair pair) { return uint32_t(pair); }
+
+struct FeatureRun {      // a feature as the update sees it
+  const Feature* feature;
+  int64_t first;         // its first position
+  bool one_each;         // position − first is the gradient's row: unpooled, or one id per bag
+  bool scaled;           // weights or a mean
+};
+
+struct TableRun {
+  const Table* table;
+  std::vector<int> features;  // into the FeatureRuns, in order of position
+  int64_t lookups = 0;
+  int bucket_bits = 0, row_bits = 0;
+  int64_t first_bucket = 0;
+  bool plain = true;          // one feature, nothing scaled: the fast path
+};
+
+struct Chunk {
+  int feature, table;
+  int64_t first, last;     // ids of the feature
+  int64_t counts;          // where its bucket counts start
+};
+
+struct LongRun {
+  const TableRun* table;
+  const Pair* first;
+  int64_t length, partial;
+};
+
+// Buffers kept between steps: fresh pages cost more than the work done in them.
+template <class T>
+struct Buffer {
+  T* data = nullptr;
+  size_t size = 0;
+  T* get(size_t n) {
+    if (n > size) {
+      std::free(data);
+      size = n + n / 4;
+      data = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
+      if (!data) {
+        size = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return data;
+  }
+  ~Buffer() { std::free(data); }
+};
+
+struct Workspace {
+  Buffer<Pair> pairs;
+  Buffer<uint32_t> bags, counts;
+  Buffer<float> partials;
+};
+
+struct Step {
+  std::vector<FeatureRun> features;
+  std::vector<TableRun> tables;
+  uint32_t* bags = nullptr;  // [positions]: the bag of each lookup of a pooled feature with several ids per bag
+
+  const FeatureRun& feature_of(const TableRun& table, uint32_t position) const {
+    size_t k = table.features.size() - 1;
+    while (k > 0 && features[size_t(table.features[k])].first > int64_t(position)) --k;
+    return features[size_t(table.features[k])];
+  }
+  const float* gradient(const FeatureRun& run, uint32_t position) const {
+    const int64_t row = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
+    return run.feature->values + row * run.feature->stride;
+  }
+  float scale(const FeatureRun& run, uint32_t position) const {
+    const Feature& f = *run.feature;
+    float scale = f.weights ? f.weights[int64_t(position) - run.first] : 1.0f;
+    if (f.pooling == kMean) {
+      const int64_t bag = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
+      scale *= 1.0f / float(f.offsets[bag + 1] - f.offsets[bag]);
+    }
+    return scale;
+  }
+
+  void prefetch_pair(const TableRun& run, Pair pair, const FeatureRun* only) const {
+    const Table& t = *run.table;
+    const int64_t slot = row_of(pair);
+    const uint32_t position = position_of(pair);
+    prefetch(gradient(only ? *only : feature_of(run, position), position), t.dim * 4);
+    int64_t place;
+    const int slab = slab_of(t.slab_log2, slot, place);
+    const int64_t row_bytes = t.dim * (t.dtype == kFloat32 ? 4 : 2);
+    prefetch(static_cast<const char*>(t.weights[slab]) + place * row_bytes, row_bytes);
+    for (int which = 0; which < 2; ++which)
+      if (const int64_t n = state_per_row(t.optimizer, which, t.dim)) prefetch(t.state[which][slab] + place * n, n * 4);
+  }
+
+  // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
+  template <int D>
+  void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+    constexpr int W = kWidth<D>, N = D / W;
+    const int64_t dim = D ? D : run.table->dim;
+    if (run.plain) {
+      const FeatureRun& only = features[size_t(run.features[0])];
+      Lanes<W> lanes[N ? N : 1];
+      if constexpr (D != 0) {
+        for (int j = 0; j < N; ++j) lanes[j] = Lanes<W>{};
+      } else {
+        std::fill(sum, sum + dim, 0.0f);
+      }
+      for (const Pair* p = from; p < to; ++p) {
+        if (p + kAhead < end) prefetch_pair(run, p[kAhead], &only);
+        const float* gradient_row = gradient(only, position_of(*p));
+        if constexpr (D != 0) {
+          for (int j = 0; j < N; ++j) lanes[j] += load<W>(gradient_row + W * j);
+        } else {
+          for (int64_t j = 0; j < dim; ++j) sum[j] += gradient_row[j];
+        }
+      }
+      if constexpr (D != 0)
+        for (int j = 0; j < N; ++j) store<W>(sum + W * j, lanes[j]);
+      return;
+    }
+    std::fill(sum, sum + dim, 0.0f);
+    for (const Pair* p = from; p < to; ++p) {
+      if (p + kAhead < end) prefetch_pair(run, p[kAhead], nullptr);
+      const FeatureRun& feature = feature_of(run, position_of(*p));
+      const float* gradient_row = gradient(feature, position_of(*p));
+      const float factor = feature.scaled ? scale(feature, position_of(*p)) : 1.0f;
+      for (int64_t j = 0; j < dim; ++j) sum[j] += factor * gradient_row[j];
+    }
+  }
+
+  template <int D>
+  void update_row(const Table& t, int64_t slot, float* sum) const {
+    float* s[2];
+    for (int which = 0; which < 2; ++which) {
+      const int64_t n = state_per_row(t.optimizer, which, t.dim);
+      s[which] = n ? state_at(t, which, slot, n) : nullptr;
+    }
+    if (t.dtype == kFloat32) return apply<D>(t, row_at<float>(t, slot), s[0], s[1], sum);
+    alignas(64) float row[kMaxDim];
+    const uint64_t key = row_key(t.rounding_key, slot);
+    const auto narrow = [&](auto* stored) {
+      for (int64_t j = 0; j < t.dim; ++j) row[j] = to_float(stored[j]);
+      apply<D>(t, row, s[0], s[1], sum);
+      store_rounded(stored, row, t.dim, key);
+    };
+    if (t.dtype == kFloat16) narrow(row_at<Half>(t, slot));
+    else narrow(row_at<BFloat>(t, slot));
+  }
+};
+
+// Sorts by row, keeping equal rows in order of position: whole pairs are unique, so any sort by pair does.
+void sort_pairs(Pair* pairs, int64_t n, int low_bit, int high_bit, std::vector<Pair>& scratch) {
+  if (n < 48) {
+    for (int64_t i = 1; i < n; ++i) {
+      const Pair pair = pairs[i];
+      int64_t j = i;
+      for (; j > 0 && pairs[j - 1] > pair; --j) pairs[j] = pairs[j - 1];
+      pairs[j] = pair;
+    }
+    return;
+  }
+  if (int64_t(scratch.size()) < n) scratch.resize(size_t(n));
+  Pair *from = pairs, *to = scratch.data();
+  const int bits = high_bit - low_bit, passes = (bits + 8) / 9;
+  const int width = passes ? (bits + passes - 1) / passes : 0;
+  for (int pass = 0; pass < passes; ++pass) {
+    uint32_t counts[513] = {};
+    const int shift = 32 + low_bit + pass * width;
+    const uint32_t mask = (1u << width) - 1;
+    for (int64_t i = 0; i < n; ++i) ++counts[((from[i] >> shift) & mask) + 1];
+    for (uint32_t b = 1; b <= mask; ++b) counts[b] += counts[b - 1];
+    for (int64_t i = 0; i < n; ++i) to[counts[(from[i] >> shift) & mask]++] = from[i];
+    std::swap(from, to);
+  }
+  if (from != pairs) std::copy(from, from + n, pairs);
+}
+
+int bits_of(int64_t n) {  // the smallest b with 2^b >= n
+  int bits = 0;
+  while ((int64_t(1) << bits) < n) ++bits;
+  return bits;
+}
+
+}  // namespace
+}  // namespace unequal
+
+// Returns 0, or 1 where memory for the step's buffers could not be had (nothing was updated then).
+UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, const unequal::Feature* features,
+                          int64_t feature_count, int threads) try {
+  using namespace unequal;
+  static thread_local Workspace workspace;
+  Step step;
+  step.tables.resize(size_t(table_count));
+  int64_t positions = 0;
+  for (int64_t f = 0; f < feature_count; ++f) {
+    const Feature& feature = features[f];
+    FeatureRun run{&feature, positions, feature.pooling == kNone, feature.pooling == kMean || feature.weights};
+    if (!run.one_each && feature.count == feature.bags) {
+      run.one_each = true;
+      for (int64_t b = 0; b < feature.bags && run.one_each; ++b)
+        run.one_each = feature.offsets[b + 1] - feature.offsets[b] == 1;
+    }
+    if (feature.pooling == kNone) run.scaled = false;
+    positions += feature.count;
+    TableRun& table = step.tables[size_t(feature.table)];
+    table.features.push_back(int(f));
+    table.lookups += feature.count;
+    table.plain = table.features.size() == 1 && !run.scaled;
+    step.features.push_back(run);
+  }
+  int64_t buckets = 0, counters = 0;
+  std::vector<Chunk> chunks;
+  std::vector<size_t> first_chunk;
+  for (int64_t t = 0; t < table_count; ++t) {
+    TableRun& run = step.tables[size_t(t)];
+    run.table = &tables[t];
+    run.row_bits = bits_of(tables[t].rows);
+    run.bucket_bits = std::min({bits_of(run.lookups / kBucketLookups), run.row_bits, 12});
+    run.first_bucket = buckets;
+    buckets += int64_t(1) << run.bucket_bits;
+    first_chunk.push_back(chunks.size());
+    for (int f : run.features)
+      for (int64_t i = 0; i < features[f].count; i += kChunk) {
+        chunks.push_back({f, int(t), i, std::min(i + kChunk, features[f].count), counters});
+        counters += int64_t(1) << run.bucket_bits;
+      }
+  }
+  first_chunk.push_back(chunks.size());
+  step.bags = workspace.bags.get(size_t(positions));
+  Pair* pairs = workspace.pairs.get(size_t(positions));
+  uint32_t* counts = workspace.counts.get(size_t(counters));
+  std::vector<int64_t> bucket_start(size_t(buckets) + 1, 0);
+  const int64_t chunk_count = int64_t(chunks.size());
+
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t c = 0; c < chunk_count; ++c) {
+    const Chunk& chunk = chunks[size_t(c)];
+    const FeatureRun& run = step.features[size_t(chunk.feature)];
+    const Feature& feature = *run.feature;
+    const TableRun& table = step.tables[size_t(chunk.table)];
+    const int64_t bucket_mask = (int64_t(1) << table.bucket_bits) - 1;
+    uint32_t* count = counts + chunk.counts;
+    std::fill(count, count + bucket_mask + 1, 0u);
+    for (int64_t i = chunk.first; i < chunk.last; ++i)
+      if (feature.slots[i] >= 0) ++count[feature.slots[i] & bucket_mask];
+    if (run.one_each) continue;
+    const int64_t* offsets = feature.offsets;
+    int64_t bag = std::upper_bound(offsets, offsets + feature.bags + 1, offsets[0] + chunk.first) - offsets - 1;
+    for (int64_t i = chunk.first; i < chunk.last; ++bag) {
+      const int64_t end = std::min(offsets[bag + 1] - offsets[0], chunk.last);
+      for (; i < end; ++i) step.bags[run.first + i] = uint32_t(bag);
+    }
+  }
+
+  int64_t place = 0;
+  for (int64_t t = 0; t < table_count; ++t) {
+    const TableRun& run = step.tables[size_t(t)];
+    for (int64_t b = 0; b < int64_t(1) << run.bucket_bits; ++b) {
+      bucket_start[size_t(run.first_bucket + b)] = place;
+      for (size_t c = first_chunk[size_t(t)]; c < first_chunk[size_t(t) + 1]; ++c) {
+        uint32_t& count = counts[chunks[c].counts + b];
+        const uint32_t n = count;
+        count = uint32_t(place);
+        place += n;
+      }
+    }
+  }
+  bucket_start[size_t(buckets)] = place;
+
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t c = 0; c < chunk_count; ++c) {
+    const Chunk& chunk = chunks[size_t(c)];
+    const FeatureRun& run = step.features[size_t(chunk.feature)];
+    const int64_t* slots = run.feature->slots;
+    const int64_t bucket_mask = (int64_t(1) << step.tables[size_t(chunk.table)].bucket_bits) - 1;
+    uint32_t* next = counts + chunk.counts;
+    for (int64_t i = chunk.first; i < chunk.last; ++i)
+      if (slots[i] >= 0) pairs[next[slots[i] & bucket_mask]++] = Pair(slots[i]) << 32 | Pair(run.first + i);
+  }
+
+  std::vector<std::pair<const TableRun*, int64_t>> work;
+  for (const TableRun& run : step.tables)
+    for (int64_t b = 0; b < int64_t(1) << run.bucket_bits; ++b)
+      if (bucket_start[size_t(run.first_bucket + b) + 1] > bucket_start[size_t(run.first_bucket + b)])
+        work.emplace_back(&run, run.first_bucket + b);
+  std::vector<LongRun> long_runs;
+
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<Pair> scratch;
+    std::vector<LongRun> mine;
+    alignas(64) float sum[kMaxDim];
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t w = 0; w < int64_t(work.size()); ++w) {
+      const TableRun& run = *work[size_t(w)].first;
+      const int64_t bucket = work[size_t(w)].second;
+      Pair* first = pairs + bucket_start[size_t(bucket)];
+      Pair* last = pairs + bucket_start[size_t(bucket) + 1];
+      sort_pairs(first, last - first, run.bucket_bits, run.row_bits, scratch);
+      by_dim(run.table->dim, [&](auto dim) {
+        constexpr int D = decltype(dim)::value;
+        for (Pair* p = first; p < std::min(first + kAhead, last); ++p)
+          step.prefetch_pair(run, *p, run.plain ? &step.features[size_t(run.features[0])] : nullptr);
+        for (Pair* p = first; p < last;) {
+          Pair* end = p + 1;
+          while (end < last && row_of(*end) == row_of(*p)) ++end;
+          if (end - p > kLongRun) {
+            mine.push_back({&run, p, end - p, 0});
+          } else {
+            step.template add_up<D>(run, p, end, last, sum);
+            step.template update_row<D>(*run.table, row_of(*p), sum);
+          }
+          p = end;
+        }
+      });
+    }
+#pragma omp critical(unequal_long_runs)
+    long_runs.insert(long_runs.end(), mine.begin(), mine.end());
+  }
+
+  if (!long_runs.empty()) {
+    int64_t floats = 0;
+    std::vector<std::pair<const LongRun*, int64_t>> pieces;
+    for (LongRun& run : long_runs) {
+      run.partial = floats;
+      const int64_t count = (run.length + kLongRun - 1) / kLongRun;
+      floats += count * run.table->table->dim;
+      for (int64_t k = 0; k < count; ++k) pieces.emplace_back(&run, k);
+    }
+    float* partials = workspace.partials.get(size_t(floats));
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t k = 0; k < int64_t(pieces.size()); ++k) {
+      const LongRun& run = *pieces[size_t(k)].first;
+      const Pair* from = run.first + pieces[size_t(k)].second * kLongRun;
+      const Pair* to = std::min(from + kLongRun, run.first + run.length);
+      const int64_t dim = run.table->table->dim;
+      by_dim(dim, [&](auto constant) {
+        step.template add_up<decltype(constant)::value>(*run.table, from, to, to,
+                                                        partials + run.partial + pieces[size_t(k)].second * dim);
+      });
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t k = 0; k < int64_t(long_runs.size()); ++k) {
+      const LongRun& run = long_runs[size_t(k)];
+      const Table& table = *run.table->table;
+      float* sum = partials + run.partial;
+      for (int64_t piece = 1; piece * kLongRun < run.length; ++piece)
+        for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
+      by_dim(table.dim, [&](auto dim) { step.template update_row<decltype(dim)::value>(table, row_of(*run.first), sum); });
+    }
+  }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}

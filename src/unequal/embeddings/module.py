@@ -1,0 +1,284 @@
+"""uq.Embeddings: all features of a model in one module. Forward looks rows up; backward updates them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..batch import Batch, Jagged
+from ..errors import CheckpointError, DataError, RecipeError, UserError, nearest
+from ..kernels import backend
+from ..kernels.request import FeatureSpec, Request
+from ..optim import Optimizer, RowWiseAdagrad
+from ..schedule import Schedule
+from ..storage import Storage, make_storage
+from ..storage.memory import OutputPool
+from ..tables import Feature, Table
+
+
+class Output(Mapping[str, Tensor | Jagged]):
+    """What a lookup gives: a tensor [size, dim] per pooled feature, a Jagged of vectors per unpooled one."""
+
+    def __init__(self, specs: dict[str, FeatureSpec], batch: Batch, pooled: Tensor | None, sequences: list[Tensor]) -> None:
+        self._specs, self._batch, self._sequences = specs, batch, sequences
+        self._pooled = pooled
+        self._parts: dict[str, Tensor] | None = None
+
+    @property
+    def pooled(self) -> Tensor:
+        """All pooled features side by side, in the module's order: [size, sum of their dims]."""
+        if self._pooled is None:
+            raise UserError("this module has no pooled feature, so no pooled output")
+        return self._pooled
+
+    def __getitem__(self, feature: str) -> Tensor | Jagged:
+        spec = self._specs.get(feature)
+        if spec is None:
+            raise UserError(f"the output has no feature '{feature}'; {nearest(feature, self._specs)}")
+        if spec.pooling is None:
+            ids = self._batch[feature]
+            return Jagged(self._sequences[spec.place], ids.lengths, ids.weights, ids.offsets)
+        if self._parts is None:
+            # One split for all features: its backward joins their gradients in one copy.
+            pooled = {name: spec for name, spec in self._specs.items() if spec.pooling is not None}
+            self._parts = dict(zip(pooled, self.pooled.split([spec.dim for spec in pooled.values()], dim=1)))
+        return self._parts[feature]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+class Embeddings(nn.Module):
+    """Embedding tables and the features that read them.
+
+    In training mode, `backward` through the output updates the rows that were read, once each; there is no gradient tensor
+    and no parameter, so the tables need no torch optimizer. In evaluation mode nothing changes.
+    """
+
+    def __init__(
+        self,
+        features: Mapping[str, Feature],
+        *,
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not features:
+            raise RecipeError("Embeddings features", "at least one feature", dict(features))
+        self.features: dict[str, Feature] = dict(features)
+        self.optimizer = RowWiseAdagrad() if optimizer is None else optimizer
+        self.schedule = schedule
+        self.seed = seed
+        self.step = 0
+        self.tables: dict[str, Table] = {}
+        for feature in self.features.values():
+            known = self.tables.setdefault(feature.table.name, feature.table)
+            if known != feature.table:
+                raise RecipeError(f"table '{known.name}'", "one definition", f"two: {known} and {feature.table}")
+        self._kernels = backend("cpu")
+        self._storages: dict[str, Storage] = {
+            name: make_storage(table, table.optimizer or self.optimizer, seed, self._kernels)
+            for name, table in self.tables.items()
+        }
+        self._specs = self._lay_out()
+        self._columns = sum(spec.dim for spec in self._specs.values() if spec.pooling is not None)
+        self._outputs = OutputPool()
+        # Autograd calls backward only for a graph that ends in something that wants a gradient.
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._known_order: tuple[str, ...] = ()
+        self._index = np.empty(0, np.int64)
+
+    def _lay_out(self) -> dict[str, FeatureSpec]:
+        numbers = {name: number for number, name in enumerate(self.tables)}
+        specs, column, sequence = {}, 0, 0
+        for name, feature in self.features.items():
+            dim, pooled = feature.table.dim, feature.pooling is not None
+            specs[name] = FeatureSpec(
+                name, numbers[feature.table.name], feature.pooling, dim, column if pooled else sequence
+            )
+            column, sequence = column + dim * pooled, sequence + (not pooled)
+        return specs
+
+    def forward(self, batch: Batch | Mapping[str, Jagged | Tensor]) -> Output:
+        if not isinstance(batch, Batch):
+            batch = Batch.from_jagged({name: batch[name] for name in self.features if name in batch})
+        update = self.training and torch.is_grad_enabled()
+        request = self._request(batch, insert=update)
+        if update:
+            weights = request.weights if request.weights is not None else self._anchor
+            outputs = _Lookup.apply(self._anchor, weights, self, request)
+        else:
+            outputs = self._look_up(request)
+        pooled = outputs[0] if self._columns else None
+        return Output(self._specs, batch, pooled, list(outputs[1:] if self._columns else outputs))
+
+    def _request(self, batch: Batch, insert: bool) -> Request:
+        if batch.features != self._known_order:
+            missing = [name for name in self.features if name not in batch.features]
+            if missing:
+                raise DataError(
+                    f"the batch lacks feature '{missing[0]}'; {nearest(missing[0], batch.features)}"
+                    if len(missing) == 1
+                    else f"the batch lacks the features {missing}; it has {list(batch.features)}"
+                )
+            self._index = np.array([batch.features.index(name) for name in self.features], np.int64)
+            self._known_order = batch.features
+        size = batch.size
+        if batch.ids.dtype != torch.int64 or int(batch.offsets[-1]) != batch.ids.numel() or not batch.ids.is_contiguous():
+            batch.check()
+            raise DataError("ids must be one contiguous int64 tensor; call .contiguous() on it")
+        if batch.lengths.numel() and int(batch.lengths.min()) < 0:
+            batch.check()
+        weights = batch.weights
+        if weights is not None and (weights.dtype != torch.float32 or not weights.is_contiguous()):
+            weights = weights.float().contiguous()
+        if weights is not None and weights.numel() != batch.ids.numel():
+            batch.check()
+        bounds = batch.offsets.numpy()
+        request = Request(
+            [storage.rows for storage in self._storages.values()],
+            list(self._specs.values()),
+            size,
+            self._index,
+            bounds[self._index * size],
+            bounds[(self._index + 1) * size],
+            batch.ids,
+            None,
+            batch.offsets,
+            weights,
+        )
+        self._locate(request, insert)
+        return request
+
+    def _locate(self, request: Request, insert: bool) -> None:
+        """Resolves ids to slots for the tables where the two differ."""
+        for f, spec in enumerate(request.features):
+            storage = self._storages[self.features[spec.name].table.name]
+            if storage.rows.strict:
+                continue
+            if request.slots is None:
+                request.slots = torch.empty_like(request.ids)
+            span = slice(int(request.starts[f]), int(request.ends[f]))
+            request.slots[span] = storage.locate(request.ids[span], insert)
+
+    def _look_up(self, request: Request) -> tuple[Tensor, ...]:
+        counts = request.counts()
+        pooled = self._outputs.take(request.size, self._columns) if self._columns else None
+        sequences = [
+            self._outputs.take(int(counts[f]), spec.dim) for f, spec in enumerate(request.features) if spec.pooling is None
+        ]
+        wrong = self._kernels.lookup(request, pooled, sequences)
+        if wrong >= 0:
+            self._refuse(request, wrong)
+        return (pooled, *sequences) if pooled is not None else tuple(sequences)
+
+    def _refuse(self, request: Request, position: int) -> None:
+        counts = request.counts()
+        f = int(np.searchsorted(counts.cumsum(), position, side="right"))
+        place = position - int(counts[:f].sum())
+        spec = request.features[f]
+        sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
+        table = self.features[spec.name].table
+        raise DataError(
+            f"feature '{spec.name}', sample {sample} of the batch: id {int(request.slots_of(f)[place])} is not in "
+            f"[0, {table.rows}) of table '{table.name}'; give the table more rows, or none for unbounded ids"
+        )
+
+    def _update(self, request: Request, pooled: Tensor | None, sequences: list[Tensor | None]) -> None:
+        factor = 1.0 if self.schedule is None else self.schedule(self.step)
+        self._kernels.update(request, pooled, sequences, lr_factor=factor, step=self.step)
+        self.step += 1
+
+    def _weight_gradients(self, request: Request, pooled: Tensor | None) -> Tensor | None:
+        """Gradients of the per-id weights: each id's row times its bag's gradient. Rows are read before they change."""
+        assert request.weights is not None
+        gradient = torch.zeros_like(request.weights)
+        if pooled is None:
+            return gradient
+        for f, spec in enumerate(request.features):
+            if spec.pooling is None:
+                continue
+            span = slice(int(request.starts[f]), int(request.ends[f]))
+            alone = FeatureSpec(spec.name, spec.table, None, spec.dim, 0)
+            rows = torch.empty(int(request.counts()[f]), spec.dim)
+            part = Request(
+                request.tables, [alone], request.size, request.index[f : f + 1], request.starts[f : f + 1],
+                request.ends[f : f + 1], request.ids, request.slots, request.offsets,
+            )  # fmt: skip
+            self._kernels.lookup(part, None, [rows])
+            lengths = request.offsets_of(f).diff()
+            upstream = pooled[:, spec.place : spec.place + spec.dim]
+            if spec.pooling == "mean":
+                upstream = upstream / lengths.clamp(min=1)[:, None]
+            gradient[span] = (rows * upstream.repeat_interleave(lengths, 0)).sum(1)
+        return gradient
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights, optimizer state and directories over all tables."""
+        parts = [storage.memory() for storage in self._storages.values()]
+        return {name: sum(part[name] for part in parts) for name in ("weights", "optimizer", "directory")}
+
+    def rows(self) -> dict[str, int]:
+        """Live rows of each table."""
+        return {name: storage.rows.rows for name, storage in self._storages.items()}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, storage in self._storages.items():
+            for part, tensor in storage.state().items():
+                destination[f"{prefix}{name}.{part}"] = tensor
+        destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # arguments: local metadata, strict, missing keys, unexpected keys, error messages
+        strict, missing, unexpected, errors = arguments[-4:]
+        for name, storage in self._storages.items():
+            start = f"{prefix}{name}."
+            parts = {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+            if not parts:
+                missing.append(start + "weight")
+                continue
+            try:
+                storage.load(parts)
+            except CheckpointError as error:
+                errors.append(str(error))
+        if f"{prefix}step" in state:
+            self.step = int(state[f"{prefix}step"])
+        else:
+            missing.append(f"{prefix}step")
+        if strict:
+            known = tuple(f"{prefix}{name}." for name in self._storages)
+            own = [key for key in state if key.startswith(prefix) and key != f"{prefix}step"]
+            unexpected += [key for key in own if not key.startswith(known)]
+
+    def extra_repr(self) -> str:
+        tables = ", ".join(f"{t.name}[{t.rows if t.rows else 'unbounded'} × {t.dim}]" for t in self.tables.values())
+        return f"features={list(self.features)}, tables={tables}, optimizer={self.optimizer}"
+
+
+class _Lookup(torch.autograd.Function):
+    """Lookup whose backward is the update."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weights: Tensor, module: Embeddings, request: Request) -> tuple[Tensor, ...]:
+        ctx.module, ctx.request = module, request
+        ctx.set_materialize_grads(False)
+        return module._look_up(request)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        module, request = ctx.module, ctx.request
+        pooled = gradients[0] if module._columns else None
+        sequences = list(gradients[1:] if module._columns else gradients)
+        wanted = ctx.needs_input_grad[1] and request.weights is not None
+        weights = module._weight_gradients(request, pooled) if wanted else None
+        module._update(request, pooled, sequences)
+        return None, weights, None, None

@@ -1,0 +1,259 @@
+"""The C++ kernels (csrc/) behind the backend contract: fills in their descriptors and calls them on torch's thread count."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .native import library
+from .request import POOLINGS, Request, TableRows
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# Mirrors of the structs in csrc/common.h.
+_TABLE = np.dtype(
+    [(name, np.uint64) for name in ("weights", "state0", "state1")]
+    + [(name, np.int64) for name in ("slab_log2", "rows", "dim", "dtype", "optimizer")]
+    + [(n, np.float64) for n in ("lr", "decay", "beta1", "beta2", "eps", "trust", "correction1", "correction2")]
+    + [("rounding_key", np.uint64)]
+)
+_FEATURE = np.dtype(
+    [(name, np.int64) for name in ("table", "pooling", "count", "bags")]
+    + [(name, np.uint64) for name in ("slots", "offsets", "weights", "values")]
+    + [("stride", np.int64)]
+)
+Record = npt.NDArray[Any]
+
+
+def _library() -> ctypes.CDLL:
+    native = library()
+    assert native is not None, "the caller asks for this backend only where the library is there"
+    if native.uq_lookup.restype is not ctypes.c_int64:
+        for name in ("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique"):
+            getattr(native, name).restype = ctypes.c_int64
+    return native
+
+
+def _pointer(array: Tensor | Record) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _describe_table(rows: TableRows) -> Record:
+    """The fixed part of a table's descriptor, kept until its slabs change."""
+    if rows.cached is None:
+        record = np.zeros(1, _TABLE)
+        pointers = [np.array([s.data_ptr() for s in slabs], np.uint64) for slabs in (rows.weights, *rows.states)]
+        record["weights"] = pointers[0].ctypes.data
+        for name, pointer in zip(("state0", "state1"), pointers[1:]):
+            record[name] = pointer.ctypes.data
+        record["slab_log2"], record["dim"], record["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
+        record["optimizer"], record["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
+        record["beta1"], record["beta2"], record["eps"], record["trust"] = rows.optimizer.hyperparameters()
+        record["correction1"] = record["correction2"] = 1.0
+        rows.cached = (record, pointers)  # the pointer arrays must live as long as the record
+    record = rows.cached[0]
+    record["rows"] = rows.rows
+    return record
+
+
+def _describe_tables(tables: Sequence[TableRows], lr_factor: float = 0.0, step: int = 0) -> Record:
+    records = np.concatenate([_describe_table(rows) for rows in tables])
+    for record, rows in zip(records, tables):
+        record["lr"] = rows.optimizer.lr * lr_factor
+        record["correction1"] = 1 - float(record["beta1"]) ** (step + 1)
+        record["correction2"] = 1 - float(record["beta2"]) ** (step + 1)
+        if rows.dtype != torch.float32:
+            record["rounding_key"] = rows.rounding_key(step)
+    return records
+
+
+def _describe_features(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> Record:
+    """One record per feature whose output (or gradient) is given."""
+    specs = request.features
+    records = np.zeros(len(specs), _FEATURE)
+    records["table"] = [spec.table for spec in specs]
+    records["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
+    records["count"] = request.counts()
+    records["bags"] = request.size
+    starts = request.starts.astype(np.uint64)
+    own = np.array([request.tables[spec.table].strict for spec in specs])
+    slots = request.ids if request.slots is None else request.slots
+    records["slots"] = np.where(own, np.uint64(request.ids.data_ptr()), np.uint64(slots.data_ptr())) + starts * 8
+    records["offsets"] = request.offsets.data_ptr() + request.index * (8 * request.size)
+    if request.weights is not None:
+        records["weights"] = np.uint64(request.weights.data_ptr()) + starts * 4
+    for record, spec in zip(records, specs):
+        values = pooled if spec.pooling is not None else sequences[spec.place]
+        if values is not None:
+            record["values"] = values.data_ptr() + (4 * spec.place if spec.pooling is not None else 0)
+            record["stride"] = values.stride(0)
+    used = np.array([(pooled if s.pooling is not None else sequences[s.place]) is not None for s in specs], dtype=bool)
+    return records if used.all() else records[used]
+
+
+def _rows_contiguous(part: Tensor | None) -> Tensor | None:
+    """As the kernels read gradients: float32, the values of a row side by side."""
+    if part is None:
+        return None
+    part = part.float()
+    return part if part.stride(-1) == 1 or part.shape[-1] == 1 and part.is_contiguous() else part.contiguous()
+
+
+def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
+    tables, features = _describe_tables(request.tables), _describe_features(request, pooled, sequences)
+    strict = np.array([rows.strict for rows in request.tables], dtype=np.uint8)
+    return int(
+        _library().uq_lookup(
+            _pointer(tables), _pointer(features), ctypes.c_int64(len(features)), _pointer(strict), _threads()
+        )
+    )
+
+
+def update(
+    request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
+) -> None:
+    pooled, sequences = _rows_contiguous(pooled), [_rows_contiguous(part) for part in sequences]
+    tables = _describe_tables(request.tables, lr_factor, step)
+    features = _describe_features(request, pooled, sequences)
+    failed = _library().uq_update(
+        _pointer(tables), ctypes.c_int64(len(tables)), _pointer(features), ctypes.c_int64(len(features)), _threads()
+    )
+    if failed:
+        raise MemoryError("no memory for the update's buffers; the tables are unchanged")
+
+
+def initialize(rows: TableRows, ids: Tensor | None, first: int, count: int, std: float) -> None:
+    record = _describe_table(rows)
+    _library().uq_initialize(
+        _pointer(record),
+        None if ids is None else _pointer(ids),
+        ctypes.c_int64(first),
+        ctypes.c_int64(count),
+        ctypes.c_uint64(rows.key),
+        ctypes.c_float(2 * math.sqrt(3) * std),
+        _threads(),
+    )
+
+
+def round_rows(values: Tensor, slots: Tensor, dtype: torch.dtype, key: int) -> Tensor:
+    values, slots = values.contiguous(), slots.contiguous()
+    out = torch.empty(values.shape, dtype=dtype)
+    _library().uq_round(
+        _pointer(values),
+        _pointer(out),
+        _pointer(slots),
+        ctypes.c_int64(values.shape[0]),
+        ctypes.c_int64(values.shape[1]),
+        ctypes.c_int64(_DTYPES[dtype]),
+        ctypes.c_uint64(key),
+    )
+    return out
+
+
+def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    ids = ids.contiguous()
+    distinct, inverse, counts = torch.empty_like(ids), torch.empty_like(ids), torch.empty_like(ids)
+    found = int(
+        _library().uq_unique(
+            _pointer(ids), ctypes.c_int64(ids.numel()), _pointer(distinct), _pointer(inverse), _pointer(counts), _threads()
+        )
+    )
+    if found < 0:
+        raise MemoryError(f"no memory to make {ids.numel()} ids unique")
+    return distinct[:found], inverse, counts[:found]
+
+
+class HashDirectory:
+    """Id → slot by open addressing; 12 bytes an entry, at most 3/4 full."""
+
+    def __init__(self, admit_after: int = 1, first_slot: int = 0) -> None:
+        self.admit_after = admit_after
+        self.next_slot = first_slot
+        self._used = 0
+        self._table = self._empty(64)
+
+    @staticmethod
+    def _empty(capacity: int) -> Tensor:
+        return torch.full((capacity, 3), -1, dtype=torch.int32)
+
+    @property
+    def _capacity(self) -> ctypes.c_int64:
+        return ctypes.c_int64(self._table.shape[0])
+
+    def _make_room(self, entries: int) -> None:
+        capacity = self._table.shape[0]
+        while entries * 4 > capacity * 3:
+            capacity *= 2
+        if capacity > self._table.shape[0]:
+            larger = self._empty(capacity)
+            _library().uq_hash_rehash(_pointer(self._table), self._capacity, _pointer(larger), ctypes.c_int64(capacity))
+            self._table = larger
+
+    def find(self, ids: Tensor, otherwise: int = -1) -> Tensor:
+        return self._find(ids.contiguous(), otherwise)[0]
+
+    def _find(self, ids: Tensor, otherwise: int) -> tuple[Tensor, int]:
+        slots = torch.empty_like(ids)
+        missing = _library().uq_hash_find(
+            _pointer(self._table),
+            self._capacity,
+            _pointer(ids),
+            ctypes.c_int64(ids.numel()),
+            ctypes.c_int64(otherwise),
+            _pointer(slots),
+            _threads(),
+        )
+        return slots, int(missing)
+
+    def insert(self, ids: Tensor, rare: int = -1) -> tuple[Tensor, Tensor]:
+        ids = ids.contiguous()
+        slots, missing = self._find(ids, -1)
+        if missing == 0:
+            return slots, ids[:0]
+        if (self._used + missing) * 4 > self._table.shape[0] * 3:  # repeated ids need no room: count what is really new
+            self._make_room(self._used + unique(ids[slots < 0])[0].numel())
+        admitted, used = torch.empty(missing, dtype=torch.int64), ctypes.c_int64(self._used)
+        count = int(
+            _library().uq_hash_insert(
+                _pointer(self._table),
+                self._capacity,
+                _pointer(ids),
+                ctypes.c_int64(ids.numel()),
+                ctypes.c_int64(self.next_slot),
+                ctypes.c_int64(self.admit_after),
+                ctypes.c_int64(rare),
+                _pointer(slots),
+                _pointer(admitted),
+                ctypes.byref(used),
+            )
+        )
+        self._used, self.next_slot = used.value, self.next_slot + count
+        return slots, admitted[:count]
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(self._used, dtype=torch.int64)
+        slots = torch.empty(self._used, dtype=torch.int64)
+        _library().uq_hash_entries(_pointer(self._table), self._capacity, _pointer(ids), _pointer(slots))
+        live = slots >= 0
+        by_slot, by_id = slots[live].argsort(), ids[~live].argsort()
+        return torch.cat([ids[live][by_slot], ids[~live][by_id]]), torch.cat([slots[live][by_slot], slots[~live][by_id]])
+
+    def restore(self, ids: Tensor, slots: Tensor, next_slot: int) -> None:
+        self._table, self._used, self.next_slot = self._empty(64), ids.numel(), next_slot
+        self._make_room(self._used)
+        ids, slots = ids.contiguous(), slots.contiguous()
+        _library().uq_hash_put(
+            _pointer(self._table), self._capacity, _pointer(ids), _pointer(slots), ctypes.c_int64(ids.numel())
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self._table.numel() * 4

@@ -1,0 +1,89 @@
+"""Backward fused with the optimizer: gradients summed per row, every touched row updated once. Formulas: optim.py."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
+from ..request import Request, TableRows
+from .lookup import bags_of, scales_of
+from .rounding import round_rows
+from .rows import read, write
+
+
+def row_gradients(
+    request: Request, table: int, pooled: Tensor | None, sequences: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The slots of a table that were read, and the sum of each one's gradients."""
+    slots, gradients = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, request.tables[table].dim)]
+    for f, feature in enumerate(request.features):
+        if feature.table != table:
+            continue
+        if feature.pooling is None:
+            upstream = sequences[feature.place]
+        elif pooled is not None:
+            upstream = pooled[:, feature.place : feature.place + feature.dim][bags_of(request.offsets_of(f))]
+            upstream = upstream * scales_of(request, f)[:, None]
+        else:
+            upstream = None
+        if upstream is not None:
+            slots.append(request.slots_of(f))
+            gradients.append(upstream)
+    all_slots, all_gradients = torch.cat(slots), torch.cat(gradients)
+    live = all_slots >= 0
+    distinct, inverse = torch.unique(all_slots[live], return_inverse=True)
+    sums = torch.zeros(distinct.numel(), request.tables[table].dim, dtype=torch.float64)
+    sums.index_add_(0, inverse, all_gradients[live].double())
+    return distinct, sums.float()
+
+
+def apply(optimizer: Optimizer, w: Tensor, states: list[Tensor], g: Tensor, lr: float, step: int) -> Tensor:
+    """New weights [rows, dim]; the states of these rows are changed in place. `step` counts from 0."""
+    decay = optimizer.weight_decay
+    if isinstance(optimizer, SGD):
+        return w - lr * (g + decay * w)
+    if isinstance(optimizer, Adagrad):
+        g = g + decay * w
+        states[0] += g * g
+        return w - lr * g / (states[0].sqrt() + optimizer.eps)
+    if isinstance(optimizer, RowWiseAdagrad):
+        g = g + decay * w
+        states[0] += (g * g).mean(1)
+        return w - lr * g / (states[0].sqrt() + optimizer.eps)[:, None]
+    if isinstance(optimizer, LARS):
+        size, length = w.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        rate = torch.where((size > 0) & (length > 0), lr * optimizer.trust * size / (length + decay * size), lr)
+        states[0].mul_(optimizer.momentum).add_(rate * (g + decay * w))
+        return w - states[0]
+    assert isinstance(optimizer, Adam)
+    states[0].mul_(optimizer.beta1).add_((1 - optimizer.beta1) * g)
+    row_wise = isinstance(optimizer, RowWiseAdam)
+    states[1].mul_(optimizer.beta2).add_((1 - optimizer.beta2) * ((g * g).mean(1) if row_wise else g * g))
+    first = states[0] / (1 - optimizer.beta1 ** (step + 1))
+    second = states[1] / (1 - optimizer.beta2 ** (step + 1))
+    direction = first / ((second[:, None] if row_wise else second).sqrt() + optimizer.eps) + decay * w
+    if isinstance(optimizer, LAMB):
+        size, length = w.norm(dim=1, keepdim=True), direction.norm(dim=1, keepdim=True)
+        direction = direction * torch.where((size > 0) & (length > 0), size / length, 1.0)
+    return w - lr * direction
+
+
+def update_rows(rows: TableRows, slots: Tensor, gradients: Tensor, lr: float, step: int) -> None:
+    states = [read(rows, slabs, slots) for slabs in rows.states]
+    new = apply(rows.optimizer, read(rows, rows.weights, slots).float(), states, gradients, lr, step)
+    if rows.dtype != torch.float32:
+        new = round_rows(new, slots, rows.dtype, rows.rounding_key(step))
+    write(rows, rows.weights, slots, new)
+    for slabs, values in zip(rows.states, states):
+        write(rows, slabs, slots, values)
+
+
+def update(
+    request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
+) -> None:
+    """Applies the gradients of the outputs (None: not used) to the tables. `step`: updates done before this one."""
+    for t, rows in enumerate(request.tables):
+        slots, gradients = row_gradients(request, t, pooled, sequences)
+        if slots.numel():
+            update_rows(rows, slots, gradients, rows.optimizer.lr * lr_factor, step)

@@ -1,0 +1,107 @@
+"""What every backend is called with: the rows of each table, and one step's lookups over all features."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..optim import Optimizer
+from ..tables import Pooling
+
+Ints = npt.NDArray[np.int64]
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+POOLINGS: dict[Pooling, int] = {None: 0, "sum": 1, "mean": 2}
+
+
+def mix64(x: int) -> int:
+    """The generator's bijection of 64-bit words; the same as in csrc/common.h."""
+    x &= MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def slab_rows(slab_log2: int, slab: int) -> int:
+    """Rows in the slab of that number, where slabs grow geometrically."""
+    return 1 << (slab_log2 + slab)
+
+
+@dataclass(slots=True)
+class TableRows:
+    """A table as the kernels see it: slabs of weights, parallel slabs of state, and slots in [0, rows)."""
+
+    weights: list[Tensor]
+    """[rows of the slab, dim] each"""
+    states: list[list[Tensor]]
+    """per state of the optimizer the parallel slabs: [rows of the slab] or [rows of the slab, dim], float32"""
+    rows: int
+    optimizer: Optimizer
+    slab_log2: int = -1
+    """-1: one slab holds all rows, at their own number; else slab k holds 2^(slab_log2 + k) rows"""
+    strict: bool = True
+    """whether a slot outside [0, rows) is an error; otherwise it reads as zeros"""
+    key: int = 0
+    """seed of the table, for fresh rows and stochastic rounding"""
+    cached: Any = field(default=None, repr=False)
+    """what a backend derived from the slabs; cleared when they change"""
+
+    @property
+    def dim(self) -> int:
+        return self.weights[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
+    def rounding_key(self, step: int) -> int:
+        return mix64(self.key + (step + 1) * GOLDEN)
+
+
+@dataclass(slots=True)
+class FeatureSpec:
+    """A feature's fixed part: which table it reads, how, and where its output lies."""
+
+    name: str
+    table: int
+    pooling: Pooling
+    dim: int
+    place: int
+    """pooled: first column in the pooled output; unpooled: number of the sequence output"""
+
+
+@dataclass(slots=True)
+class Request:
+    """One step's lookups. Feature f reads positions [starts[f], ends[f]) and the offsets of place index[f] in the batch."""
+
+    tables: Sequence[TableRows]
+    features: Sequence[FeatureSpec]
+    size: int
+    index: Ints
+    starts: Ints
+    ends: Ints
+    ids: Tensor
+    slots: Tensor | None
+    """like ids, filled for the features of tables whose slots are not their ids"""
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    def slots_of(self, f: int) -> Tensor:
+        source = self.ids if self.slots is None or self.tables[self.features[f].table].strict else self.slots
+        return source[int(self.starts[f]) : int(self.ends[f])]
+
+    def offsets_of(self, f: int) -> Tensor:
+        """[size + 1], from 0"""
+        first = int(self.index[f]) * self.size
+        offsets = self.offsets[first : first + self.size + 1]
+        return offsets - offsets[0]
+
+    def weights_of(self, f: int) -> Tensor | None:
+        return None if self.weights is None else self.weights[int(self.starts[f]) : int(self.ends[f])]
+
+    def counts(self) -> Ints:
+        return self.ends - self.starts

@@ -1,0 +1,163 @@
+"""One storage per table: rows, optimizer state and the directory that says where an id's row lies."""
+
+from __future__ import annotations
+
+import zlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..kernels.request import TableRows, mix64, slab_rows
+from ..optim import Optimizer
+from ..tables import Table
+from .memory import zeros
+
+RARE_SLOT = 0
+
+
+def table_key(name: str, seed: int) -> int:
+    """The generator key of a table: differs between tables and seeds, and is the same wherever the table is."""
+    return mix64(mix64(seed) ^ zlib.crc32(name.encode()))
+
+
+class Storage:
+    """What dense and hashed tables share. `rows` is what the kernels see."""
+
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+        self.table = table
+        self.optimizer = optimizer
+        self.kernels = kernels
+        self.rows = TableRows([], [[] for _ in optimizer.state], 0, optimizer, key=table_key(table.name, seed))
+
+    def _add_slab(self, count: int) -> None:
+        self.rows.weights.append(zeros((count, self.table.dim), self.table.dtype))
+        for slabs, (_, per) in zip(self.rows.states, self.optimizer.state):
+            slabs.append(zeros((count,) if per == "row" else (count, self.table.dim), torch.float32))
+        self.rows.cached = None
+
+    def locate(self, ids: Tensor, insert: bool) -> Tensor:
+        """The slot of every id; -1 where it has none. `insert`: unknown ids may get a row."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of live rows, of their optimizer state, and of the directory."""
+        rows = self.rows.rows
+        return {
+            "weights": rows * self.table.dim * self.table.dtype.itemsize,
+            "optimizer": rows * self.optimizer.state_bytes_per_row(self.table.dim),
+            "directory": 0,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that must be saved, as plain tensors of `rows` rows."""
+        names = ["weight", *(name for name, _ in self.optimizer.state)]
+        return {name: self._joined(slabs) for name, slabs in zip(names, (self.rows.weights, *self.rows.states))}
+
+    def _joined(self, slabs: list[Tensor]) -> Tensor:
+        return slabs[0] if len(slabs) == 1 and slabs[0].shape[0] == self.rows.rows else torch.cat(slabs)[: self.rows.rows]
+
+    def _fill(self, state: dict[str, Tensor]) -> None:
+        names = ["weight", *(name for name, _ in self.optimizer.state)]
+        for name, slabs in zip(names, (self.rows.weights, *self.rows.states)):
+            source = state.get(name)
+            expected = (self.rows.rows, *slabs[0].shape[1:])
+            if source is None or tuple(source.shape) != expected or source.dtype != slabs[0].dtype:
+                came = "nothing" if source is None else f"{tuple(source.shape)} {source.dtype}"
+                raise CheckpointError(
+                    f"table '{self.table.name}', {name}: expected {expected} {slabs[0].dtype}, got {came}; "
+                    "load it with the recipe it was saved with"
+                )
+            first = 0
+            for slab in slabs:
+                part = source[first : first + slab.shape[0]]
+                slab[: part.shape[0]].copy_(part)
+                first += slab.shape[0]
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self._fill(state)
+
+
+class DenseStorage(Storage):
+    """Ids in [0, rows): an id is its own slot, by arithmetic alone."""
+
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+        super().__init__(table, optimizer, seed, kernels)
+        assert table.rows is not None
+        self._add_slab(table.rows)
+        self.rows.rows = table.rows
+        kernels.initialize(self.rows, None, 0, table.rows, table.init_std)
+
+    def locate(self, ids: Tensor, insert: bool) -> Tensor:
+        return ids
+
+
+class HashedStorage(Storage):
+    """Unbounded 64-bit ids: a hash directory gives the slot; slabs double, so growing copies nothing.
+
+    With admission, slot 0 is the row that ids seen too rarely share."""
+
+    FIRST_SLAB_BYTES = 64 << 10
+
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+        super().__init__(table, optimizer, seed, kernels)
+        row_bytes = table.dim * table.dtype.itemsize
+        self.rows.slab_log2 = max(4, (self.FIRST_SLAB_BYTES // row_bytes).bit_length() - 1)
+        self.rows.strict = False
+        self.shares_rare = table.admit_after > 1
+        self._start()
+
+    def _start(self) -> None:
+        self.rows.weights.clear()
+        for slabs in self.rows.states:
+            slabs.clear()
+        self.rows.rows = 0
+        self.directory = self.kernels.HashDirectory(self.table.admit_after, first_slot=int(self.shares_rare))
+        self._grow(int(self.shares_rare))
+        if self.shares_rare:
+            self.kernels.initialize(self.rows, torch.tensor([-1]), RARE_SLOT, 1, self.table.init_std)
+
+    def _grow(self, rows: int) -> None:
+        capacity = sum(slab.shape[0] for slab in self.rows.weights)
+        while capacity < max(1, rows):
+            count = slab_rows(self.rows.slab_log2, len(self.rows.weights))
+            self._add_slab(count)
+            capacity += count
+        self.rows.rows = rows
+
+    def locate(self, ids: Tensor, insert: bool) -> Tensor:
+        otherwise = RARE_SLOT if self.shares_rare else -1
+        if not insert:
+            return self.directory.find(ids, otherwise)  # type: ignore[no-any-return]
+        slots: Tensor
+        slots, admitted = self.directory.insert(ids, otherwise)
+        if admitted.numel():
+            first = self.rows.rows
+            self._grow(self.directory.next_slot)
+            self.kernels.initialize(self.rows, admitted, first, admitted.numel(), self.table.init_std)
+        return slots
+
+    def memory(self) -> dict[str, int]:
+        return {**super().memory(), "directory": self.directory.bytes}
+
+    def state(self) -> dict[str, Tensor]:
+        ids, slots = self.directory.entries()
+        return {**super().state(), "ids": ids, "slots": slots}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        if "ids" not in state or "slots" not in state or "weight" not in state:
+            raise CheckpointError(
+                f"table '{self.table.name}' has unbounded ids, but the saved one has none; "
+                "load it with the recipe it was saved with"
+            )
+        rows = state["weight"].shape[0]
+        self._start()
+        self._grow(rows)
+        self._fill(state)
+        self.directory.restore(state["ids"], state["slots"], rows)
+
+
+def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> Storage:
+    kind = HashedStorage if table.rows is None else DenseStorage
+    return kind(table, optimizer, seed, kernels)
