@@ -17,10 +17,10 @@ struct Block {
 };
 
 // Reads slots[i] and prefetches the row kAhead further on.
-template <class T>
+template <class T, int D>
 inline int64_t slot_and_prefetch(const Table& table, const int64_t* slots, int64_t i, int64_t end) {
   const int64_t next = slots[i + kAhead < end ? i + kAhead : end - 1];
-  if (uint64_t(next) < uint64_t(table.rows)) prefetch(row_at<T>(table, next), table.dim * int64_t(sizeof(T)));
+  if (uint64_t(next) < uint64_t(table.rows)) prefetch(row_at<T>(table, next), (D ? D : table.dim) * int64_t(sizeof(T)));
   return slots[i];
 }
 
@@ -40,7 +40,7 @@ void pooled(const Table& table, const Feature& feature, int64_t first, int64_t l
       std::memset(buffer, 0, size_t(dim) * sizeof(float));
     }
     for (int64_t i = from; i < to; ++i) {
-      const int64_t slot = slot_and_prefetch<T>(table, feature.slots, i, end);
+      const int64_t slot = slot_and_prefetch<T, D>(table, feature.slots, i, end);
       if (uint64_t(slot) >= uint64_t(table.rows)) continue;
       const T* row = row_at<T>(table, slot);
       const float scale = feature.weights ? feature.weights[i] * share : share;
@@ -63,7 +63,7 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
   constexpr int W = kWidth<D>, N = D / W;
   const int64_t dim = D ? D : table.dim;
   for (int64_t i = first; i < last; ++i) {
-    const int64_t slot = slot_and_prefetch<T>(table, feature.slots, i, last);
+    const int64_t slot = slot_and_prefetch<T, D>(table, feature.slots, i, last);
     float* out = feature.values + i * feature.stride;
     if (uint64_t(slot) >= uint64_t(table.rows)) {
       std::memset(out, 0, size_t(dim) * sizeof(float));

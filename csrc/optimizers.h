@@ -25,7 +25,7 @@ inline float sum_of_squares(const float* x, int64_t run_time_dim) {
   int64_t j = 0;
   for (; j + 16 <= dim; j += 16)
     for (int k = 0; k < 16; ++k) lanes[k] += x[j + k] * x[j + k];
-  for (int k = 0; j < dim; ++j, ++k) lanes[k] += x[j] * x[j];
+  for (int k = 0; k < 16 && j + k < dim; ++k) lanes[k] += x[j + k] * x[j + k];
   float sum = 0;
   for (float lane : lanes) sum += lane;
   return sum;

@@ -12,8 +12,16 @@ namespace unequal {
 
 constexpr int kMaxDim = 4096;
 
+// Spelt out per width: the compiler ignores a vector size that depends on a template parameter.
 template <int W>
-using Lanes = float __attribute__((vector_size(4 * W)));
+struct LanesOf;
+template <>
+struct LanesOf<8> { typedef float type __attribute__((vector_size(32))); };
+template <>
+struct LanesOf<16> { typedef float type __attribute__((vector_size(64))); };
+template <int W>
+using Lanes = typename LanesOf<W>::type;
+static_assert(sizeof(Lanes<8>) == 32 && sizeof(Lanes<16>) == 64);
 
 // The widest vector that divides a row of D values; rows of other sizes (D = 0: known at run time only) go by scalars.
 template <int D>
@@ -146,7 +154,7 @@ inline float* state_at(const Table& table, int which, int64_t slot, int64_t per_
   return table.state[which][slab] + place * per_row;
 }
 
-inline void prefetch(const void* p, int64_t bytes) {
+__attribute__((always_inline)) inline void prefetch(const void* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, 0, 2);
 }
 

@@ -22,7 +22,8 @@ namespace {
 constexpr int64_t kChunk = 8192;
 constexpr int64_t kBucketLookups = 1024;
 constexpr int64_t kLongRun = 512;
-constexpr int64_t kAhead = 12;
+constexpr int64_t kRowsAhead = 8;       // rows are prefetched this many rows ahead of the one being updated
+constexpr int64_t kGradientsAhead = 12;  // and gradients this many lookups ahead
 
 using Pair = uint64_t;  // row in the high half, position in the low half
 inline int64_t row_of(Pair pair) { return int64_t(pair >> 32); }
@@ -106,17 +107,18 @@ struct Step {
     return scale;
   }
 
-  void prefetch_pair(const TableRun& run, Pair pair, const FeatureRun* only) const {
-    const Table& t = *run.table;
-    const int64_t slot = row_of(pair);
-    const uint32_t position = position_of(pair);
-    prefetch(gradient(only ? *only : feature_of(run, position), position), t.dim * 4);
+  template <int D>
+  void prefetch_row(const Table& t, int64_t slot) const {
     int64_t place;
     const int slab = slab_of(t.slab_log2, slot, place);
-    const int64_t row_bytes = t.dim * (t.dtype == kFloat32 ? 4 : 2);
-    prefetch(static_cast<const char*>(t.weights[slab]) + place * row_bytes, row_bytes);
+    const int64_t dim = D ? D : t.dim;
+    if (t.dtype == kFloat32) prefetch(static_cast<const float*>(t.weights[slab]) + place * dim, dim * 4);
+    else prefetch(static_cast<const uint16_t*>(t.weights[slab]) + place * dim, dim * 2);
     for (int which = 0; which < 2; ++which)
-      if (const int64_t n = state_per_row(t.optimizer, which, t.dim)) prefetch(t.state[which][slab] + place * n, n * 4);
+      if (const int64_t n = state_per_row(t.optimizer, which, dim)) {
+        if (n == 1) prefetch(t.state[which][slab] + place, 4);
+        else prefetch(t.state[which][slab] + place * dim, dim * 4);
+      }
   }
 
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
@@ -133,7 +135,7 @@ struct Step {
         std::fill(sum, sum + dim, 0.0f);
       }
       for (const Pair* p = from; p < to; ++p) {
-        if (p + kAhead < end) prefetch_pair(run, p[kAhead], &only);
+        if (p + kGradientsAhead < end) prefetch(gradient(only, position_of(p[kGradientsAhead])), dim * 4);
         const float* gradient_row = gradient(only, position_of(*p));
         if constexpr (D != 0) {
           for (int j = 0; j < N; ++j) lanes[j] += load<W>(gradient_row + W * j);
@@ -147,7 +149,10 @@ struct Step {
     }
     std::fill(sum, sum + dim, 0.0f);
     for (const Pair* p = from; p < to; ++p) {
-      if (p + kAhead < end) prefetch_pair(run, p[kAhead], nullptr);
+      if (p + kGradientsAhead < end) {
+        const uint32_t next = position_of(p[kGradientsAhead]);
+        prefetch(gradient(feature_of(run, next), next), dim * 4);
+      }
       const FeatureRun& feature = feature_of(run, position_of(*p));
       const float* gradient_row = gradient(feature, position_of(*p));
       const float factor = feature.scaled ? scale(feature, position_of(*p)) : 1.0f;
@@ -316,6 +321,7 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   {
     std::vector<Pair> scratch;
     std::vector<LongRun> mine;
+    std::vector<const Pair*> runs;
     alignas(64) float sum[kMaxDim];
 #pragma omp for schedule(dynamic) nowait
     for (int64_t w = 0; w < int64_t(work.size()); ++w) {
@@ -326,18 +332,22 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
       sort_pairs(first, last - first, run.bucket_bits, run.row_bits, scratch);
       by_dim(run.table->dim, [&](auto dim) {
         constexpr int D = decltype(dim)::value;
-        for (Pair* p = first; p < std::min(first + kAhead, last); ++p)
-          step.prefetch_pair(run, *p, run.plain ? &step.features[size_t(run.features[0])] : nullptr);
-        for (Pair* p = first; p < last;) {
-          Pair* end = p + 1;
-          while (end < last && row_of(*end) == row_of(*p)) ++end;
+        const Table& table = *run.table;
+        runs.clear();
+        for (const Pair* p = first; p < last; ++p)
+          if (p == first || row_of(*p) != row_of(p[-1])) runs.push_back(p);
+        const int64_t rows = int64_t(runs.size());
+        runs.push_back(last);
+        for (int64_t r = 0; r < std::min(kRowsAhead, rows); ++r) step.template prefetch_row<D>(table, row_of(*runs[size_t(r)]));
+        for (int64_t r = 0; r < rows; ++r) {
+          const Pair *p = runs[size_t(r)], *end = runs[size_t(r) + 1];
+          if (r + kRowsAhead < rows) step.template prefetch_row<D>(table, row_of(*runs[size_t(r + kRowsAhead)]));
           if (end - p > kLongRun) {
             mine.push_back({&run, p, end - p, 0});
           } else {
             step.template add_up<D>(run, p, end, last, sum);
-            step.template update_row<D>(*run.table, row_of(*p), sum);
+            step.template update_row<D>(table, row_of(*p), sum);
           }
-          p = end;
         }
       });
     }

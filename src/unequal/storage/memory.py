@@ -14,7 +14,8 @@ _NUMPY = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: n
 
 def _mapping(size: int) -> Any:
     """Zeroed memory straight from the system, on 2 MiB pages where the system has them; starts on such a page."""
-    area = mmap.mmap(-1, size + HUGE)
+    # Private: shared memory, mmap's default, would lie on small pages.
+    area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             area.madvise(mmap.MADV_HUGEPAGE)

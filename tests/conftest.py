@@ -1,0 +1,50 @@
+"""Shared by all tests: real data where it is, a fixed thread count, and memory that is poisoned before it is given out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
+
+
+@pytest.fixture
+def shared_data():
+    """A function that gives a folder of real data by name, or skips."""
+
+    def folder(name: str) -> Path:
+        path = SHARED_DATA / name
+        if not path.is_dir():
+            pytest.skip(f"real data not found: ../shared/data/{name}")
+        return path
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fresh uninitialised memory holds NaN (or a large number), so that a value that was never written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor):
+        if tensor.device.type == "cpu":
+            if tensor.is_floating_point():
+                tensor.detach().fill_(float("nan"))
+            elif tensor.dtype in (torch.int32, torch.int64):
+                tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+    from unequal.storage.memory import OutputPool
+
+    take = OutputPool.take
+    monkeypatch.setattr(OutputPool, "take", lambda self, *a: take(self, *a).fill_(float("nan")))
+
+
+@pytest.fixture(autouse=True)
+def keep_thread_count():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
