@@ -37,6 +37,8 @@ inline void apply(const Table& t, float* __restrict w, float* __restrict s0, flo
   const int64_t dim = D ? D : t.dim;
   const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
   const float beta1 = float(t.beta1), beta2 = float(t.beta2);
+  // In double: 1 - 0.999f is off by 5e-5.
+  const float rest1 = float(1 - t.beta1), rest2 = float(1 - t.beta2);
   const float correct1 = float(1.0 / t.correction1), correct2 = float(1.0 / t.correction2);
   switch (t.optimizer) {
     case kSGD:
@@ -59,24 +61,24 @@ inline void apply(const Table& t, float* __restrict w, float* __restrict s0, flo
     }
     case kAdam:
       for (int64_t j = 0; j < dim; ++j) {
-        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
-        s1[j] = beta2 * s1[j] + (1 - beta2) * g[j] * g[j];
+        s0[j] = beta1 * s0[j] + rest1 * g[j];
+        s1[j] = beta2 * s1[j] + rest2 * g[j] * g[j];
         w[j] -= lr * (s0[j] * correct1 / (std::sqrt(s1[j] * correct2) + eps) + decay * w[j]);
       }
       break;
     case kRowWiseAdam: {
-      *s1 = beta2 * *s1 + (1 - beta2) * (sum_of_squares<D>(g, dim) / float(dim));
+      *s1 = beta2 * *s1 + rest2 * (sum_of_squares<D>(g, dim) / float(dim));
       const float scale = correct1 / (std::sqrt(*s1 * correct2) + eps);
       for (int64_t j = 0; j < dim; ++j) {
-        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
+        s0[j] = beta1 * s0[j] + rest1 * g[j];
         w[j] -= lr * (s0[j] * scale + decay * w[j]);
       }
       break;
     }
     case kLAMB: {
       for (int64_t j = 0; j < dim; ++j) {
-        s0[j] = beta1 * s0[j] + (1 - beta1) * g[j];
-        s1[j] = beta2 * s1[j] + (1 - beta2) * g[j] * g[j];
+        s0[j] = beta1 * s0[j] + rest1 * g[j];
+        s1[j] = beta2 * s1[j] + rest2 * g[j] * g[j];
         g[j] = s0[j] * correct1 / (std::sqrt(s1[j] * correct2) + eps) + decay * w[j];
       }
       const float size = std::sqrt(sum_of_squares<D>(w, dim)), length = std::sqrt(sum_of_squares<D>(g, dim));

@@ -9,22 +9,42 @@
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from ..errors import UserError
 
 
-def backend(device: torch.device | str = "cpu") -> ModuleType:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One set of kernels."""
+
+    name: str
+    lookup: Callable[..., int]
+    update: Callable[..., None]
+    initialize: Callable[..., None]
+    round_rows: Callable[..., torch.Tensor]
+    unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    HashDirectory: Callable[..., Any]
+
+
+def _from_module(name: str, module: ModuleType) -> Backend:
+    return Backend(name=name, **{part.name: getattr(module, part.name) for part in fields(Backend) if part.name != "name"})
+
+
+def backend(device: torch.device | str = "cpu") -> Backend:
     """The kernels for a device. UNEQUAL_KERNELS=reference asks for the reference ones."""
     device = torch.device(device)
-    from . import reference
+    if device.type != "cpu":
+        raise UserError(f"tables on device '{device}': expected 'cpu'; move the module to the CPU")
+    from . import native, reference
 
-    if os.environ.get("UNEQUAL_KERNELS") == "reference":
-        return reference
-    if device.type == "cpu":
-        from . import cpu, native
+    if os.environ.get("UNEQUAL_KERNELS") == "reference" or native.library() is None:
+        return _from_module("reference", reference)
+    from . import cpu
 
-        return cpu if native.library() is not None else reference
-    raise UserError(f"tables on device '{device}': expected 'cpu'; move the module to the CPU")
+    return _from_module("cpu", cpu)

@@ -1,7 +1,8 @@
 """What every backend is called with: the rows of each table, and one step's lookups over all features."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ class TableRows:
     """seed of the table, for fresh rows and stochastic rounding"""
     cached: Any = field(default=None, repr=False)
     """what a backend derived from the slabs; cleared when they change"""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TableRows":
+        copied = replace(self, weights=deepcopy(self.weights, memo), states=deepcopy(self.states, memo), cached=None)
+        memo[id(self)] = copied
+        return copied
 
     @property
     def dim(self) -> int:

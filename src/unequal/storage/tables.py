@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..kernels import Backend
 from ..kernels.request import TableRows, mix64, slab_rows
 from ..optim import Optimizer
 from ..tables import Table
@@ -25,7 +25,7 @@ def table_key(name: str, seed: int) -> int:
 class Storage:
     """What dense and hashed tables share. `rows` is what the kernels see."""
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
         self.table = table
         self.optimizer = optimizer
         self.kernels = kernels
@@ -82,7 +82,7 @@ class Storage:
 class DenseStorage(Storage):
     """Ids in [0, rows): an id is its own slot, by arithmetic alone."""
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
         super().__init__(table, optimizer, seed, kernels)
         assert table.rows is not None
         self._add_slab(table.rows)
@@ -100,7 +100,7 @@ class HashedStorage(Storage):
 
     FIRST_SLAB_BYTES = 64 << 10
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> None:
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
         super().__init__(table, optimizer, seed, kernels)
         row_bytes = table.dim * table.dtype.itemsize
         self.rows.slab_log2 = max(4, (self.FIRST_SLAB_BYTES // row_bytes).bit_length() - 1)
@@ -129,7 +129,8 @@ class HashedStorage(Storage):
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         otherwise = RARE_SLOT if self.shares_rare else -1
         if not insert:
-            return self.directory.find(ids, otherwise)  # type: ignore[no-any-return]
+            found: Tensor = self.directory.find(ids, otherwise)
+            return found
         slots: Tensor
         slots, admitted = self.directory.insert(ids, otherwise)
         if admitted.numel():
@@ -158,6 +159,6 @@ class HashedStorage(Storage):
         self.directory.restore(state["ids"], state["slots"], rows)
 
 
-def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: ModuleType) -> Storage:
+def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> Storage:
     kind = HashedStorage if table.rows is None else DenseStorage
     return kind(table, optimizer, seed, kernels)
