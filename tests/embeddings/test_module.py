@@ -25,7 +25,8 @@ def make(seed=0, **options):
 def batch(seed=0, size=4):
     generator = torch.Generator().manual_seed(seed)
     lists = lambda high: [  # noqa: E731
-        torch.randint(high, (int(n),), generator=generator).tolist() for n in torch.randint(0, 5, (size,), generator=generator)
+        torch.randint(high, (int(n),), generator=generator).tolist()
+        for n in torch.randint(0, 5, (size,), generator=generator)
     ]
     return {
         "history": uq.Jagged.from_lists(lists(50)),
@@ -228,7 +229,9 @@ def test_narrow_tables_learn_in_small_steps(dtype):
 
 def test_schedule_is_followed():
     schedule = uq.Schedule(kind="linear", total_steps=2)
-    embeddings = uq.Embeddings({"x": uq.Feature(uq.Table("t", rows=2, dim=4))}, optimizer=uq.SGD(lr=1.0), schedule=schedule)
+    embeddings = uq.Embeddings(
+        {"x": uq.Feature(uq.Table("t", rows=2, dim=4))}, optimizer=uq.SGD(lr=1.0), schedule=schedule
+    )
     start = embeddings.state_dict()["t.weight"][0].clone()
     changes = []
     for _ in range(3):
@@ -241,7 +244,9 @@ def test_schedule_is_followed():
 
 def test_errors_say_what_to_do():
     embeddings = make()
-    with pytest.raises(uq.DataError, match=r"feature 'target', sample 2 of the batch: id 50 is not in \[0, 50\) of table 'item'"):
+    with pytest.raises(
+        uq.DataError, match=r"feature 'target', sample 2 of the batch: id 50 is not in \[0, 50\) of table 'item'"
+    ):
         embeddings({**batch(), "target": torch.tensor([0, 1, 50, 2])})
     with pytest.raises(uq.DataError, match=r"sample 1 of the batch: id -1"):
         embeddings({**batch(), "target": torch.tensor([0, -1, 5, 2])})
@@ -267,7 +272,9 @@ def test_a_wrong_id_leaves_the_tables_as_they_were():
 
 def test_empty_batches():
     embeddings = make()
-    out = embeddings(uq.Batch(("history", "target", "user"), torch.empty(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
+    out = embeddings(
+        uq.Batch(("history", "target", "user"), torch.empty(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    )
     assert out.pooled.shape == (0, 13) and out["history"].values.shape == (0, 8)
     out.pooled.sum().backward()
     none = uq.Batch(("history", "target", "user"), torch.zeros(0, dtype=torch.int64), torch.zeros(9, dtype=torch.int64))

@@ -33,7 +33,11 @@ def requests(draw):
     dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
     tables = [
         make_rows(
-            draw(st.integers(1, 40)), draw(dims), dtype=draw(dtypes), slab_log2=draw(st.sampled_from([-1, 0, 1, 3])), seed=t
+            draw(st.integers(1, 40)),
+            draw(dims),
+            dtype=draw(dtypes),
+            slab_log2=draw(st.sampled_from([-1, 0, 1, 3])),
+            seed=t,
         )
         for t in range(draw(st.integers(1, 3)))
     ]

@@ -99,7 +99,10 @@ def test_every_optimizer_on_many_lookups(backend, optimizer, dim):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_narrow_tables(backend, dtype, optimizer):
-    tables = [make_rows(40, 12, dtype=dtype, optimizer=optimizer), make_rows(40, 32, dtype=dtype, optimizer=optimizer, slab_log2=2)]
+    tables = [
+        make_rows(40, 12, dtype=dtype, optimizer=optimizer),
+        make_rows(40, 32, dtype=dtype, optimizer=optimizer, slab_log2=2),
+    ]
     lists = [[1, 2, 3], [3, 3], [], [39, 0]]
     request = make_request(tables, [(0, "sum", lists), (1, None, lists)])
     gradients = random_gradients(request)
@@ -111,12 +114,17 @@ def test_narrow_tables(backend, dtype, optimizer):
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_same_bits_for_any_number_of_threads(backend, optimizer, dtype):
     generator = torch.Generator().manual_seed(5)
-    tables = [make_rows(20_000, 32, dtype=dtype, optimizer=optimizer), make_rows(2, 20, dtype=dtype, optimizer=optimizer)]
+    tables = [
+        make_rows(20_000, 32, dtype=dtype, optimizer=optimizer),
+        make_rows(2, 20, dtype=dtype, optimizer=optimizer),
+    ]
     lists = lambda rows: [  # noqa: E731
         (torch.rand(int(n), generator=generator) ** 6 * rows).long().tolist()
         for n in torch.randint(0, 30, (2000,), generator=generator)
     ]
-    request = make_request(tables, [(0, "sum", lists(20_000)), (0, None, lists(20_000)), (1, "mean", lists(2))], weights=True)
+    request = make_request(
+        tables, [(0, "sum", lists(20_000)), (0, None, lists(20_000)), (1, "mean", lists(2))], weights=True
+    )
     gradients = random_gradients(request)
     results = []
     for threads in (1, 2, 3):

@@ -23,7 +23,9 @@ from ..tables import Feature, Table
 class Output(Mapping[str, Tensor | Jagged]):
     """What a lookup gives: a tensor [size, dim] per pooled feature, a Jagged of vectors per unpooled one."""
 
-    def __init__(self, specs: dict[str, FeatureSpec], batch: Batch, pooled: Tensor | None, sequences: list[Tensor]) -> None:
+    def __init__(
+        self, specs: dict[str, FeatureSpec], batch: Batch, pooled: Tensor | None, sequences: list[Tensor]
+    ) -> None:
         self._specs, self._batch, self._sequences = specs, batch, sequences
         self._pooled = pooled
         self._parts: dict[str, Tensor] | None = None
@@ -132,7 +134,11 @@ class Embeddings(nn.Module):
             self._index = np.array([batch.features.index(name) for name in self.features], np.int64)
             self._known_order = batch.features
         size = batch.size
-        if batch.ids.dtype != torch.int64 or int(batch.offsets[-1]) != batch.ids.numel() or not batch.ids.is_contiguous():
+        if (
+            batch.ids.dtype != torch.int64
+            or int(batch.offsets[-1]) != batch.ids.numel()
+            or not batch.ids.is_contiguous()
+        ):
             batch.check()
             raise DataError("ids must be one contiguous int64 tensor; call .contiguous() on it")
         if batch.lengths.numel() and int(batch.lengths.min()) < 0:
@@ -173,7 +179,9 @@ class Embeddings(nn.Module):
         counts = request.counts()
         pooled = self._outputs.take(request.size, self._columns) if self._columns else None
         sequences = [
-            self._outputs.take(int(counts[f]), spec.dim) for f, spec in enumerate(request.features) if spec.pooling is None
+            self._outputs.take(int(counts[f]), spec.dim)
+            for f, spec in enumerate(request.features)
+            if spec.pooling is None
         ]
         wrong = self._kernels.lookup(request, pooled, sequences)
         if wrong >= 0:

@@ -1,11 +1,11 @@
 """Kernels behind one contract: `reference` (torch, short, obviously right), `cpu` (C++). A backend is a module with
 
-    lookup(request, pooled, sequences)         fills the outputs; gives the first wrong position or -1
-    update(request, pooled, sequences, ...)    sums gradients per row and applies the optimizer, in place
-    initialize(rows, ids, first, count, std)   fresh rows
-    round_rows(values, slots, dtype, key)      stochastic rounding
-    unique(ids)                                distinct ids, inverse, counts
-    HashDirectory(...)                         id → slot for unbounded ids
+lookup(request, pooled, sequences)         fills the outputs; gives the first wrong position or -1
+update(request, pooled, sequences, ...)    sums gradients per row and applies the optimizer, in place
+initialize(rows, ids, first, count, std)   fresh rows
+round_rows(values, slots, dtype, key)      stochastic rounding
+unique(ids)                                distinct ids, inverse, counts
+HashDirectory(...)                         id → slot for unbounded ids
 """
 
 import os
@@ -33,7 +33,9 @@ class Backend:
 
 
 def _from_module(name: str, module: ModuleType) -> Backend:
-    return Backend(name=name, **{part.name: getattr(module, part.name) for part in fields(Backend) if part.name != "name"})
+    return Backend(
+        name=name, **{part.name: getattr(module, part.name) for part in fields(Backend) if part.name != "name"}
+    )
 
 
 def backend(device: torch.device | str = "cpu") -> Backend:

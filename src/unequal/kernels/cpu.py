@@ -163,7 +163,12 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     distinct, inverse, counts = torch.empty_like(ids), torch.empty_like(ids), torch.empty_like(ids)
     found = int(
         _library().uq_unique(
-            _pointer(ids), ctypes.c_int64(ids.numel()), _pointer(distinct), _pointer(inverse), _pointer(counts), _threads()
+            _pointer(ids),
+            ctypes.c_int64(ids.numel()),
+            _pointer(distinct),
+            _pointer(inverse),
+            _pointer(counts),
+            _threads(),
         )
     )
     if found < 0:
@@ -244,7 +249,9 @@ class HashDirectory:
         _library().uq_hash_entries(_pointer(self._table), self._capacity, _pointer(ids), _pointer(slots))
         live = slots >= 0
         by_slot, by_id = slots[live].argsort(), ids[~live].argsort()
-        return torch.cat([ids[live][by_slot], ids[~live][by_id]]), torch.cat([slots[live][by_slot], slots[~live][by_id]])
+        return torch.cat([ids[live][by_slot], ids[~live][by_id]]), torch.cat(
+            [slots[live][by_slot], slots[~live][by_id]]
+        )
 
     def restore(self, ids: Tensor, slots: Tensor, next_slot: int) -> None:
         self._table, self._used, self.next_slot = self._empty(64), ids.numel(), next_slot

@@ -56,7 +56,9 @@ class Storage:
         return {name: self._joined(slabs) for name, slabs in zip(names, (self.rows.weights, *self.rows.states))}
 
     def _joined(self, slabs: list[Tensor]) -> Tensor:
-        return slabs[0] if len(slabs) == 1 and slabs[0].shape[0] == self.rows.rows else torch.cat(slabs)[: self.rows.rows]
+        return (
+            slabs[0] if len(slabs) == 1 and slabs[0].shape[0] == self.rows.rows else torch.cat(slabs)[: self.rows.rows]
+        )
 
     def _fill(self, state: dict[str, Tensor]) -> None:
         names = ["weight", *(name for name, _ in self.optimizer.state)]

@@ -40,6 +40,8 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor])
         else:
             assert pooled is not None
             sums = torch.zeros(request.size, feature.dim, dtype=torch.float64)
-            sums.index_add_(0, bags_of(request.offsets_of(f)), vectors.double() * scales_of(request, f).double()[:, None])
+            sums.index_add_(
+                0, bags_of(request.offsets_of(f)), vectors.double() * scales_of(request, f).double()[:, None]
+            )
             pooled[:, feature.place : feature.place + feature.dim] = sums.float()
     return wrong
