@@ -7,7 +7,7 @@ This is also how TorchRec's KeyedJaggedTensor lies in memory, so conversion copi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +53,15 @@ class Jagged:
         """[samples, length, …]: each list cut or filled to one length (by default the longest list's)."""
         if length is None:
             length = int(self.lengths.max()) if self.lengths.numel() else 0
-        return torch.ops.aten._jagged_to_padded_dense_forward(  # differentiable, CPU and GPU
-            self.values if self.values.dim() > 1 else self.values.unsqueeze(1), [self.offsets], [length], fill
-        ).reshape(self.lengths.numel(), length, *self.values.shape[1:])
+        # Not torch's jagged_to_padded_dense: it has no gradient. Here the gradient is a gather, the same on every run.
+        count, samples, values = self.values.shape[0], self.lengths.numel(), self.values
+        owner = torch.repeat_interleave(self.lengths, output_size=count)
+        place = torch.arange(count, device=values.device) - self.offsets.index_select(0, owner)
+        kept = (place < length).nonzero().squeeze(1)
+        if kept.numel() < count:
+            values, owner, place = (part.index_select(0, kept) for part in (values, owner, place))
+        padded = torch.full((samples * length, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
+        return padded.index_copy(0, owner * length + place, values).view(samples, length, *values.shape[1:])
 
     def mask(self, length: int | None = None) -> Tensor:
         """[samples, length]: true where `to_padded` holds a value of the list."""
@@ -64,7 +70,7 @@ class Jagged:
         return torch.arange(length, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
     def to_lists(self) -> list[Any]:
-        return [part.tolist() for part in self.values.split(self.lengths.tolist())]
+        return [part.tolist() for part in torch.split(self.values, self.lengths.tolist())]
 
 
 @dataclass(slots=True)
@@ -92,7 +98,8 @@ class Batch:
         if not features:
             raise DataError("a batch needs at least one feature")
         parts = {
-            name: part if isinstance(part, Jagged) else Jagged(part, torch.ones_like(part)) for name, part in features.items()
+            name: part if isinstance(part, Jagged) else Jagged(part, torch.ones_like(part))
+            for name, part in features.items()
         }
         sizes = {name: part.lengths.numel() for name, part in parts.items()}
         if len(set(sizes.values())) > 1:
@@ -174,5 +181,8 @@ class Batch:
         def move(part: Tensor | None) -> Tensor | None:
             return None if part is None else part.to(device, non_blocking=non_blocking)
 
-        names = ("ids", "lengths", "weights", "dense", "labels", "sample_weights", "_offsets")
-        return replace(self, **{name: move(getattr(self, name)) for name in names})
+        moved = {
+            name: move(getattr(self, name)) for name in ("weights", "dense", "labels", "sample_weights", "_offsets")
+        }
+        ids, lengths = (part.to(device, non_blocking=non_blocking) for part in (self.ids, self.lengths))
+        return Batch(self.features, ids, lengths, **moved)

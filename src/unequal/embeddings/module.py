@@ -47,7 +47,7 @@ class Output(Mapping[str, Tensor | Jagged]):
         if self._parts is None:
             # One split for all features: its backward joins their gradients in one copy.
             pooled = {name: spec for name, spec in self._specs.items() if spec.pooling is not None}
-            self._parts = dict(zip(pooled, self.pooled.split([spec.dim for spec in pooled.values()], dim=1)))
+            self._parts = dict(zip(pooled, torch.split(self.pooled, [spec.dim for spec in pooled.values()], dim=1)))
         return self._parts[feature]
 
     def __iter__(self) -> Iterator[str]:
@@ -116,7 +116,7 @@ class Embeddings(nn.Module):
         request = self._request(batch, insert=update)
         if update:
             weights = request.weights if request.weights is not None else self._anchor
-            outputs = _Lookup.apply(self._anchor, weights, self, request)
+            outputs = _Lookup.apply(self._anchor, weights, self, request)  # type: ignore[no-untyped-call]
         else:
             outputs = self._look_up(request)
         pooled = outputs[0] if self._columns else None
@@ -281,7 +281,7 @@ class _Lookup(torch.autograd.Function):
         return module._look_up(request)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         module, request = ctx.module, ctx.request
         pooled = gradients[0] if module._columns else None

@@ -42,24 +42,25 @@ def _pointer(array: Tensor | Record) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
 
 
-def _threads() -> int:
-    return torch.get_num_threads()
+def _threads(lookups: int) -> int:
+    """Torch's thread count, less where there is too little work to be worth waking them. Results do not depend on it."""
+    return max(1, min(torch.get_num_threads(), lookups // 2048))
 
 
 def _describe_table(rows: TableRows) -> Record:
     """The fixed part of a table's descriptor, kept until its slabs change."""
     if rows.cached is None:
-        record = np.zeros(1, _TABLE)
+        fixed = np.zeros(1, _TABLE)
         pointers = [np.array([s.data_ptr() for s in slabs], np.uint64) for slabs in (rows.weights, *rows.states)]
-        record["weights"] = pointers[0].ctypes.data
+        fixed["weights"] = pointers[0].ctypes.data
         for name, pointer in zip(("state0", "state1"), pointers[1:]):
-            record[name] = pointer.ctypes.data
-        record["slab_log2"], record["dim"], record["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
-        record["optimizer"], record["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
-        record["beta1"], record["beta2"], record["eps"], record["trust"] = rows.optimizer.hyperparameters()
-        record["correction1"] = record["correction2"] = 1.0
-        rows.cached = (record, pointers)  # the pointer arrays must live as long as the record
-    record = rows.cached[0]
+            fixed[name] = pointer.ctypes.data
+        fixed["slab_log2"], fixed["dim"], fixed["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
+        fixed["optimizer"], fixed["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
+        fixed["beta1"], fixed["beta2"], fixed["eps"], fixed["trust"] = rows.optimizer.hyperparameters()
+        fixed["correction1"] = fixed["correction2"] = 1.0
+        rows.cached = (fixed, pointers)  # the pointer arrays must live as long as the record
+    record: Record = rows.cached[0]
     record["rows"] = rows.rows
     return record
 
@@ -104,7 +105,7 @@ def _rows_contiguous(part: Tensor | None) -> Tensor | None:
     if part is None:
         return None
     part = part.float()
-    return part if part.stride(-1) == 1 or part.shape[-1] == 1 and part.is_contiguous() else part.contiguous()
+    return part if part.stride(-1) == 1 else part.contiguous()
 
 
 def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
@@ -112,7 +113,11 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor])
     strict = np.array([rows.strict for rows in request.tables], dtype=np.uint8)
     return int(
         _library().uq_lookup(
-            _pointer(tables), _pointer(features), ctypes.c_int64(len(features)), _pointer(strict), _threads()
+            _pointer(tables),
+            _pointer(features),
+            ctypes.c_int64(len(features)),
+            _pointer(strict),
+            _threads(request.ids.numel()),
         )
     )
 
@@ -124,7 +129,11 @@ def update(
     tables = _describe_tables(request.tables, lr_factor, step)
     features = _describe_features(request, pooled, sequences)
     failed = _library().uq_update(
-        _pointer(tables), ctypes.c_int64(len(tables)), _pointer(features), ctypes.c_int64(len(features)), _threads()
+        _pointer(tables),
+        ctypes.c_int64(len(tables)),
+        _pointer(features),
+        ctypes.c_int64(len(features)),
+        _threads(request.ids.numel()),
     )
     if failed:
         raise MemoryError("no memory for the update's buffers; the tables are unchanged")
@@ -139,7 +148,7 @@ def initialize(rows: TableRows, ids: Tensor | None, first: int, count: int, std:
         ctypes.c_int64(count),
         ctypes.c_uint64(rows.key),
         ctypes.c_float(2 * math.sqrt(3) * std),
-        _threads(),
+        _threads(count),
     )
 
 
@@ -168,7 +177,7 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             _pointer(distinct),
             _pointer(inverse),
             _pointer(counts),
-            _threads(),
+            _threads(ids.numel()),
         )
     )
     if found < 0:
@@ -214,7 +223,7 @@ class HashDirectory:
             ctypes.c_int64(ids.numel()),
             ctypes.c_int64(otherwise),
             _pointer(slots),
-            _threads(),
+            _threads(ids.numel()),
         )
         return slots, int(missing)
 

@@ -2,6 +2,8 @@
 
 import mmap
 import weakref
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,8 @@ def _mapping(size: int) -> Any:
     # Private: shared memory, mmap's default, would lie on small pages.
     area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages: small pages serve too
             area.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without transparent huge pages: small pages serve too
-            pass
     whole = np.frombuffer(area, np.uint8)
     start = -whole.ctypes.data % HUGE
     return whole[start : start + size]
@@ -61,11 +61,11 @@ class OutputPool:
             area = _mapping(-(-(size + size // 8) // HUGE) * HUGE)
         view = area[:size].view(np.float32)
         number = id(area)
-        self._lent[number] = (weakref.ref(view, lambda _, number=number: self._give_back(number)), area)
+        self._lent[number] = (weakref.ref(view, partial(self._give_back, number)), area)
         self._most_lent = max(self._most_lent, len(self._lent))
         return torch.from_numpy(view).view(rows, columns)
 
-    def _give_back(self, number: int) -> None:
+    def _give_back(self, number: int, _: Any) -> None:
         _, area = self._lent.pop(number)
         if len(self._free) + len(self._lent) < self._most_lent:
             self._free.append(area)
