@@ -1,5 +1,7 @@
-// Pooled and unpooled lookup of all features in one call. Work is cut into blocks of bags that any thread may take: every
-// output value is written by one thread in one order, so the result does not depend on the number of threads.
+// Pooled and unpooled lookup of all features in one call. Work is cut into blocks that any thread may take: every output value
+// is written by one thread in one order, so the result does not depend on the number of threads. A block of pooled features is
+// a few bags of all of them, because those lie side by side in the output: going feature by feature would touch every page of
+// it once per feature.
 #include <type_traits>
 #include <vector>
 
@@ -11,9 +13,9 @@ namespace {
 constexpr int64_t kAhead = 16;         // rows prefetched ahead of the one being read
 constexpr int64_t kBlockLookups = 2048;
 
-struct Block {
-  const Feature* feature;
-  int64_t first, last;  // bags; for unpooled features, ids
+struct Block {  // bags [first, last) of `count` pooled features, or ids [first, last) of one unpooled feature
+  const Feature* features;
+  int64_t count, first, last;
 };
 
 // Reads slots[i] and prefetches the row kAhead further on.
@@ -79,52 +81,90 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
 }
 
 template <class T>
-void lookup_block(const Table& table, const Block& block) {
+void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
-    if (block.feature->pooling == kNone) unpooled<T, D>(table, *block.feature, block.first, block.last);
-    else pooled<T, D>(table, *block.feature, block.first, block.last);
+    if (feature.pooling == kNone) unpooled<T, D>(table, feature, first, last);
+    else pooled<T, D>(table, feature, first, last);
   });
+}
+
+// The ids that bags [first, last) of a feature read, or those ids themselves where it is not pooled.
+inline void span(const Feature& feature, int64_t first, int64_t last, int64_t& from, int64_t& to) {
+  const bool pooled = feature.pooling != kNone;
+  from = pooled ? feature.offsets[first] - feature.offsets[0] : first;
+  to = pooled ? feature.offsets[last] - feature.offsets[0] : last;
+}
+
+void prefetch_start(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+  int64_t from, to;
+  span(feature, first, last, from, to);
+  const int64_t bytes = table.dim * (table.dtype == kFloat32 ? 4 : 2);
+  for (int64_t i = from; i < to && i < from + kAhead; ++i)
+    if (uint64_t(feature.slots[i]) < uint64_t(table.rows)) {
+      if (table.dtype == kFloat32) prefetch(row_at<float>(table, feature.slots[i]), bytes);
+      else prefetch(row_at<Half>(table, feature.slots[i]), bytes);
+    }
 }
 
 }  // namespace
 }  // namespace unequal
+
 
 // Returns -1, or the position (features taken one after the other) of the first id outside [0, rows) that is not -1.
 // Ids of -1 read as zeros: `strict` counts them as wrong too, as a table with dense ids must.
 UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Feature* features, int64_t feature_count,
                               const uint8_t* strict, int threads) {
   using namespace unequal;
+  std::vector<Feature> sorted(features, features + feature_count);  // pooled ones first
+  std::vector<int64_t> starts(size_t(feature_count), 0);             // first position of each, in the caller's order
+  for (int64_t f = 1; f < feature_count; ++f) starts[size_t(f)] = starts[size_t(f) - 1] + features[f - 1].count;
+  std::vector<int64_t> start_of;
+  for (int pass = 0, at = 0; pass < 2; ++pass)
+    for (int64_t f = 0; f < feature_count; ++f)
+      if ((features[f].pooling == kNone) == (pass == 1)) {
+        sorted[size_t(at++)] = features[f];
+        start_of.push_back(starts[size_t(f)]);
+      }
+  int64_t pooled = 0, pooled_ids = 0;
+  while (pooled < feature_count && sorted[size_t(pooled)].pooling != kNone) pooled_ids += sorted[size_t(pooled++)].count;
   std::vector<Block> blocks;
-  std::vector<int64_t> starts(size_t(feature_count) + 1, 0);
-  for (int64_t f = 0; f < feature_count; ++f) {
-    const Feature& feature = features[f];
-    starts[size_t(f) + 1] = starts[size_t(f)] + feature.count;
-    const int64_t items = feature.pooling == kNone ? feature.count : feature.bags;
-    const int64_t per_item = feature.pooling == kNone ? 1 : 1 + feature.count / (feature.bags ? feature.bags : 1);
-    const int64_t step = kBlockLookups / per_item > 16 ? kBlockLookups / per_item : 16;
-    for (int64_t i = 0; i < items; i += step) blocks.push_back({&feature, i, i + step < items ? i + step : items});
+  if (pooled) {
+    const int64_t bags = sorted[0].bags, per_bag = pooled + pooled_ids / (bags ? bags : 1);
+    const int64_t step = kBlockLookups / per_bag > 16 ? kBlockLookups / per_bag : 16;
+    for (int64_t i = 0; i < bags; i += step) blocks.push_back({sorted.data(), pooled, i, i + step < bags ? i + step : bags});
+  }
+  for (int64_t f = pooled; f < feature_count; ++f) {
+    const int64_t count = sorted[size_t(f)].count;
+    for (int64_t i = 0; i < count; i += kBlockLookups)
+      blocks.push_back({&sorted[size_t(f)], 1, i, i + kBlockLookups < count ? i + kBlockLookups : count});
   }
   int64_t wrong = INT64_MAX;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(min : wrong)
   for (int64_t b = 0; b < int64_t(blocks.size()); ++b) {
     const Block& block = blocks[size_t(b)];
-    const Feature& feature = *block.feature;
-    const Table& table = tables[feature.table];
-    const int64_t from = feature.pooling == kNone ? block.first : feature.offsets[block.first] - feature.offsets[0];
-    const int64_t to = feature.pooling == kNone ? block.last : feature.offsets[block.last] - feature.offsets[0];
-    bool bad = false;
-    for (int64_t i = from; i < to; ++i) bad |= uint64_t(feature.slots[i]) >= uint64_t(table.rows);
-    if (bad && strict[feature.table])
-      for (int64_t i = to; i-- > from;)
-        if (uint64_t(feature.slots[i]) >= uint64_t(table.rows)) {
-          const int64_t position = starts[size_t(&feature - features)] + i;
-          wrong = position < wrong ? position : wrong;
-        }
-    switch (table.dtype) {
-      case kFloat32: lookup_block<float>(table, block); break;
-      case kFloat16: lookup_block<Half>(table, block); break;
-      default: lookup_block<BFloat>(table, block); break;
+    prefetch_start(tables[block.features->table], *block.features, block.first, block.last);
+    for (int64_t f = 0; f < block.count; ++f) {
+      const Feature& feature = block.features[f];
+      const Table& table = tables[feature.table];
+      if (f + 1 < block.count) prefetch_start(tables[(&feature)[1].table], (&feature)[1], block.first, block.last);
+      if (strict[feature.table]) {
+        int64_t from, to;
+        span(feature, block.first, block.last, from, to);
+        bool bad = false;
+        for (int64_t i = from; i < to; ++i) bad |= uint64_t(feature.slots[i]) >= uint64_t(table.rows);
+        for (int64_t i = from; bad && i < to; ++i)
+          if (uint64_t(feature.slots[i]) >= uint64_t(table.rows)) {
+            const int64_t position = start_of[size_t(&feature - sorted.data())] + i;
+            wrong = position < wrong ? position : wrong;
+            break;
+          }
+      }
+      switch (table.dtype) {
+        case kFloat32: lookup_part<float>(table, feature, block.first, block.last); break;
+        case kFloat16: lookup_part<Half>(table, feature, block.first, block.last); break;
+        default: lookup_part<BFloat>(table, feature, block.first, block.last); break;
+      }
     }
   }
   return wrong == INT64_MAX ? -1 : wrong;

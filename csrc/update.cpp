@@ -33,7 +33,8 @@ struct FeatureRun {      // a feature as the update sees it
   const Feature* feature;
   int64_t first;         // its first position
   bool one_each;         // position − first is the gradient's row: unpooled, or one id per bag
-  bool scaled;           // weights or a mean
+  const float* values;   // the gradient's rows
+  int64_t stride;
 };
 
 struct TableRun {
@@ -42,7 +43,7 @@ struct TableRun {
   int64_t lookups = 0;
   int bucket_bits = 0, row_bits = 0;
   int64_t first_bucket = 0;
-  bool plain = true;          // one feature, nothing scaled: the fast path
+  bool plain = true;          // one feature without weights: the fast path
 };
 
 struct Chunk {
@@ -80,7 +81,7 @@ struct Buffer {
 struct Workspace {
   Buffer<Pair> pairs;
   Buffer<uint32_t> bags, counts;
-  Buffer<float> partials;
+  Buffer<float> partials, packed;
 };
 
 struct Step {
@@ -95,18 +96,8 @@ struct Step {
   }
   const float* gradient(const FeatureRun& run, uint32_t position) const {
     const int64_t row = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
-    return run.feature->values + row * run.feature->stride;
+    return run.values + row * run.stride;
   }
-  float scale(const FeatureRun& run, uint32_t position) const {
-    const Feature& f = *run.feature;
-    float scale = f.weights ? f.weights[int64_t(position) - run.first] : 1.0f;
-    if (f.pooling == kMean) {
-      const int64_t bag = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
-      scale *= 1.0f / float(f.offsets[bag + 1] - f.offsets[bag]);
-    }
-    return scale;
-  }
-
   template <int D>
   void prefetch_row(const Table& t, int64_t slot) const {
     int64_t place;
@@ -155,7 +146,8 @@ struct Step {
       }
       const FeatureRun& feature = feature_of(run, position_of(*p));
       const float* gradient_row = gradient(feature, position_of(*p));
-      const float factor = feature.scaled ? scale(feature, position_of(*p)) : 1.0f;
+      const float* weights = feature.feature->pooling == kNone ? nullptr : feature.feature->weights;
+      const float factor = weights ? weights[int64_t(position_of(*p)) - feature.first] : 1.0f;
       for (int64_t j = 0; j < dim; ++j) sum[j] += factor * gradient_row[j];
     }
   }
@@ -226,18 +218,17 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   int64_t positions = 0;
   for (int64_t f = 0; f < feature_count; ++f) {
     const Feature& feature = features[f];
-    FeatureRun run{&feature, positions, feature.pooling == kNone, feature.pooling == kMean || feature.weights};
+    FeatureRun run{&feature, positions, feature.pooling == kNone, feature.values, feature.stride};
     if (!run.one_each && feature.count == feature.bags) {
       run.one_each = true;
       for (int64_t b = 0; b < feature.bags && run.one_each; ++b)
         run.one_each = feature.offsets[b + 1] - feature.offsets[b] == 1;
     }
-    if (feature.pooling == kNone) run.scaled = false;
     positions += feature.count;
     TableRun& table = step.tables[size_t(feature.table)];
     table.features.push_back(int(f));
     table.lookups += feature.count;
-    table.plain = table.features.size() == 1 && !run.scaled;
+    table.plain = table.features.size() == 1 && !(feature.weights && feature.pooling != kNone);
     step.features.push_back(run);
   }
   int64_t buckets = 0, counters = 0;
@@ -258,7 +249,33 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
       }
   }
   first_chunk.push_back(chunks.size());
-  step.bags = workspace.bags.get(size_t(positions));
+  // A bag's gradient that several ids read is copied to lie beside its neighbours' (divided by the bag's length for a mean):
+  // in the module's output it is one piece of a wide row, and every piece lies on another page.
+  int64_t packed = 0;
+  const auto is_packed = [](const FeatureRun& run) {
+    return run.feature->pooling == kMean || (run.feature->pooling == kSum && run.feature->count > run.feature->bags);
+  };
+  bool needs_bags = false;
+  for (const FeatureRun& run : step.features) {
+    packed += is_packed(run) ? run.feature->bags * tables[run.feature->table].dim : 0;
+    needs_bags |= !run.one_each;
+  }
+  float* pieces = packed ? workspace.packed.get(size_t(packed)) : nullptr;
+  for (FeatureRun& run : step.features)
+    if (is_packed(run)) {
+      const Feature& feature = *run.feature;
+      const int64_t dim = tables[feature.table].dim;
+      run.values = pieces;
+      run.stride = dim;
+#pragma omp parallel for schedule(static) num_threads(threads)
+      for (int64_t bag = 0; bag < feature.bags; ++bag) {
+        const int64_t length = feature.offsets[bag + 1] - feature.offsets[bag];
+        const float share = feature.pooling == kMean && length > 0 ? 1.0f / float(length) : 1.0f;
+        for (int64_t j = 0; j < dim; ++j) pieces[bag * dim + j] = feature.values[bag * feature.stride + j] * share;
+      }
+      pieces += feature.bags * dim;
+    }
+  step.bags = needs_bags ? workspace.bags.get(size_t(positions)) : nullptr;
   Pair* pairs = workspace.pairs.get(size_t(positions));
   uint32_t* counts = workspace.counts.get(size_t(counters));
   std::vector<int64_t> bucket_start(size_t(buckets) + 1, 0);
@@ -357,23 +374,23 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
 
   if (!long_runs.empty()) {
     int64_t floats = 0;
-    std::vector<std::pair<const LongRun*, int64_t>> pieces;
+    std::vector<std::pair<const LongRun*, int64_t>> parts;
     for (LongRun& run : long_runs) {
       run.partial = floats;
       const int64_t count = (run.length + kLongRun - 1) / kLongRun;
       floats += count * run.table->table->dim;
-      for (int64_t k = 0; k < count; ++k) pieces.emplace_back(&run, k);
+      for (int64_t k = 0; k < count; ++k) parts.emplace_back(&run, k);
     }
     float* partials = workspace.partials.get(size_t(floats));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t k = 0; k < int64_t(pieces.size()); ++k) {
-      const LongRun& run = *pieces[size_t(k)].first;
-      const Pair* from = run.first + pieces[size_t(k)].second * kLongRun;
+    for (int64_t k = 0; k < int64_t(parts.size()); ++k) {
+      const LongRun& run = *parts[size_t(k)].first;
+      const Pair* from = run.first + parts[size_t(k)].second * kLongRun;
       const Pair* to = std::min(from + kLongRun, run.first + run.length);
       const int64_t dim = run.table->table->dim;
       by_dim(dim, [&](auto constant) {
         step.template add_up<decltype(constant)::value>(*run.table, from, to, to,
-                                                        partials + run.partial + pieces[size_t(k)].second * dim);
+                                                        partials + run.partial + parts[size_t(k)].second * dim);
       });
     }
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
