@@ -1,0 +1,1 @@
+"""Benchmarks beside the peers. `python -m benchmarks` runs them all and writes benchmarks/results/cpu.json."""

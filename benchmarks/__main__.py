@@ -1,0 +1,80 @@
+"""The one runner: `python -m benchmarks [--only NAME …] [--quick] [--output FILE]`.
+
+Prints a table per benchmark and merges the results into benchmarks/results/cpu.json. A quick run uses tiny workloads:
+it shows that everything works, and writes nothing unless a file is named for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .report import BenchmarkError, merge, stamp
+
+NAMES = ("limits", "embedding_step", "memory", "reader", "import_time")
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
+
+
+def plain_table(name: str, result: dict[str, Any]) -> Table:
+    """For a benchmark without a table of its own: one line per figure."""
+    view = Table(title=name)
+    view.add_column("figure")
+    view.add_column("value", justify="right")
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                add(f"{prefix}.{key}" if prefix else str(key), part)
+        elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            for index, part in enumerate(value):
+                add(f"{prefix}[{index}]", part)
+        else:
+            view.add_row(prefix, f"{value:,.4g}" if isinstance(value, float) else str(value))
+
+    add("", result)
+    return view
+
+
+def run(name: str, quick: bool) -> tuple[dict[str, Any], Table]:
+    module = import_module(f"benchmarks.{name}")
+    takes_quick = "quick" in inspect.signature(module.run).parameters
+    result: dict[str, Any] = module.run(quick=quick) if takes_quick else module.run()
+    return result, module.table(result) if hasattr(module, "table") else plain_table(name, result)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs the benchmarks beside the peers.")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=NAMES, help="one of: " + ", ".join(NAMES))
+    parser.add_argument("--quick", action="store_true", help="tiny workloads, nothing written unless --output is given")
+    parser.add_argument("--output", type=Path, help="the result file (default: benchmarks/results/cpu.json)")
+    arguments = parser.parse_args()
+    output: Path | None = arguments.output or (None if arguments.quick else RESULTS)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    failed = False
+    for name in arguments.only or NAMES:
+        try:
+            with console.status(f"running {name}"):
+                origin = stamp(arguments.quick)
+                result, view = run(name, arguments.quick)
+            console.print(view)
+            if output is not None:
+                merge(output, {name: origin | {"results": result}}, NAMES)
+        except BenchmarkError as error:
+            failed = True
+            print(f"{name}: {error}", file=sys.stderr)
+    if arguments.quick:
+        console.print("a quick run shows that the benchmarks work; its figures say nothing about speed or memory")
+    if output is not None and not failed:
+        console.print(f"written to {output}", highlight=False)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""`python -m unequal` is the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""The command line: `unequal train | evaluate | import | generate`."""
+
+from .commands import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,91 @@
+"""What a user sees at the end: small tables, on a terminal and in a log alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..train.run import Report
+
+METRICS = {
+    "auc": "AUC",
+    "normalized_entropy": "normalized entropy",
+    "log_loss": "log loss",
+    "calibration": "calibration",
+}
+
+
+def show_report(report: Report) -> None:
+    """AUC, normalized entropy, log loss, calibration (per task where there are several), speed and memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    several = len(report.tasks) > 1
+    title = f"{report.part} part, {report.samples:,} samples" if report.part else "no test or validation part to score"
+    table = Table(title=title, title_justify="left", show_header=several or bool(report.ceiling))
+    table.add_column("")
+    for name in report.tasks if several else [""]:
+        table.add_column(name or "value", justify="right")
+    if report.ceiling:
+        table.add_column("ceiling", justify="right", style="dim")
+    for key, words in METRICS.items():
+        values = [task.get(key) for task in report.tasks.values()] if several else [getattr(report, key)]
+        ceiling = [number(report.ceiling.get(key))] if report.ceiling else []
+        table.add_row(words, *map(number, values), *ceiling)
+    table.add_section()
+    table.add_row("samples/s", f"{report.samples_per_second:,.0f}")
+    table.add_row("embedding memory", size(sum(report.embedding_bytes.values())))
+    for kind, amount in report.embedding_bytes.items():
+        table.add_row(f"  {kind}", size(amount))
+    table.add_row("peak memory", size(report.peak_memory_bytes))
+    console = Console()
+    console.print(table)
+    for part, causes in report.dropped.items():
+        for cause, count in causes.items():
+            console.print(f"{count:,} bad rows of the {part} part dropped: {cause}", markup=False, highlight=False)
+
+
+def show_summary(summary: Mapping[str, Any]) -> None:
+    """The outcome of an import or a generation, a line per entry."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{name} {number(item)}" for name, item in value.items())
+        elif isinstance(value, list | tuple):
+            value = ", ".join(map(str, value)) if len(value) <= 8 else f"{len(value)}: {value[0]} … {value[-1]}"
+        table.add_row(key.replace("_", " "), number(value))
+    Console().print(table)
+
+
+@contextmanager
+def counting(words: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar for work that reports (done, in all); nothing where the output is no terminal."""
+    if not sys.stdout.isatty():
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task(words, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def number(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def size(amount: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if amount >= scale:
+            return f"{amount / scale:,.1f} {unit}"
+    return f"{amount} B"

@@ -1,0 +1,60 @@
+"""From a recipe to the things it describes: tables, embeddings, the dense part's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..embeddings import Embeddings
+from ..schedule import Schedule
+from ..tables import DTYPES, Feature, Table
+from .config import OptimizerConfig, Recipe, TableConfig
+
+
+def build_tables(recipe: Recipe) -> dict[str, Feature]:
+    """Every feature column with its table, shared where the recipe groups columns."""
+    defaults, tables = recipe.tables, {}
+    for name in dict.fromkeys(recipe.table_of().values()):
+        own = recipe.tables.named.get(name, TableConfig())
+        admit_after = own.admit_after
+        if admit_after is None:
+            admit_after = 1 if own.rows is not None else defaults.admit_after
+        tables[name] = Table(
+            name,
+            own.rows,
+            dim=own.dim or defaults.dim,
+            dtype=DTYPES[own.dtype or defaults.dtype],
+            init_std=defaults.init_std if own.init_std is None else own.init_std,
+            admit_after=admit_after,
+        )
+    features = {}
+    for column, name in recipe.table_of().items():
+        pooling = recipe.pooling_of(column)
+        features[column] = Feature(tables[name], None if pooling == "none" else pooling)  # type: ignore[arg-type]
+    return features
+
+
+def build_embeddings(recipe: Recipe, schedule: Schedule | None = None) -> Embeddings:
+    """The embedding module of the recipe. The schedule is given apart: its end may depend on the length of the run."""
+    return Embeddings(
+        build_tables(recipe),
+        optimizer=recipe.optimizer.build_tables(),
+        schedule=schedule,
+        seed=recipe.run.seed,
+    )
+
+
+def build_dense_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    kinds: dict[str, Any] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+    }
+    optimizer: torch.optim.Optimizer = kinds[config.dense](
+        list(parameters), lr=config.dense_lr, weight_decay=config.dense_weight_decay
+    )
+    return optimizer

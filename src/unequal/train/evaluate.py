@@ -1,0 +1,100 @@
+"""Scoring: the report at the end of a run, and of a finished run on its own or other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..data.dataset import Dataset
+from ..data.reader import Part, Reader
+from ..embeddings import Embeddings
+from ..errors import CheckpointError, DataError
+from . import checkpoint
+from .config import Recipe
+from .run import CHECKPOINTS, Report, peak_memory_bytes
+from .session import Score, load_weights, make_model, open_data, score, scoring_reader
+
+TRUTH_TEST_SHARE = 0.2
+"""truth.json knows two sets of rows: all of them, and this last share by time."""
+METRICS = ("auc", "normalized_entropy", "log_loss", "calibration")
+
+
+def evaluate_run(recipe: Recipe, folder: Path, *, part: Part = "test") -> Report:
+    """Scores a run's result: the best evaluation's weights where the recipe says so, else the last ones."""
+    newest = checkpoint.latest(folder / CHECKPOINTS)
+    if newest is None:
+        raise CheckpointError(f"{folder}: the run has no checkpoint yet; train it further with --resume {folder}")
+    saved, best_step = checkpoint.load(newest), None
+    if recipe.run.select_best:
+        best_step = saved.other["position"]["best_step"]
+        if best_step not in (None, saved.step):
+            saved = checkpoint.load(checkpoint.path_of(folder / CHECKPOINTS, best_step))
+    data = open_data(recipe)
+    model, embeddings = make_model(recipe)
+    load_weights(model, saved)
+    statistics = {name: (mean, deviation) for name, (mean, deviation) in saved.other["reader"]["statistics"].items()}
+    reader = scoring_reader(recipe, data, part, statistics)
+    if not reader.rows:
+        raise DataError(f"the {part} part has no rows", remedy="choose another with --part, or change data.split")
+    scored = score(model, reader, recipe.data.labels)
+    return make_report(
+        recipe,
+        data,
+        folder,
+        embeddings,
+        part,
+        scored,
+        readers=(reader,),
+        samples_per_second=scored.samples / scored.seconds,
+        seconds=scored.seconds,
+        steps=saved.step,
+        best_step=best_step,
+    )
+
+
+def make_report(
+    recipe: Recipe,
+    data: Dataset,
+    folder: Path,
+    embeddings: Embeddings,
+    part: str | None,
+    scored: Score | None,
+    *,
+    readers: tuple[Reader, ...],
+    samples_per_second: float,
+    seconds: float,
+    steps: int,
+    best_step: int | None,
+) -> Report:
+    metrics = scored.metrics if scored is not None else {}
+    return Report(
+        **{name: metrics.get(name) for name in METRICS},
+        samples_per_second=samples_per_second,
+        steps=steps,
+        seed=recipe.run.seed,
+        peak_memory_bytes=peak_memory_bytes(),
+        embedding_bytes=embeddings.memory(),
+        part=part,
+        samples=scored.samples if scored is not None else 0,
+        tasks=metrics.get("tasks", {}),
+        best_step=best_step,
+        seconds=seconds,
+        dropped={reader.part: dict(reader.dropped) for reader in readers if reader.dropped},
+        ceiling=ceiling(recipe, data, part),
+        run=str(folder),
+        recipe_hash=recipe.hash(),
+    )
+
+
+def ceiling(recipe: Recipe, data: Dataset, part: str | None) -> dict[str, float]:
+    """Of generated data: what the true probabilities reach on the rows that were scored, where that is known."""
+    path = data.files[0].parent / "truth.json"
+    if not path.is_file() or any(file.parent != path.parent for file in data.files):
+        return {}
+    truth = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(truth, dict) or truth.get("all", {}).get("rows") != data.rows:
+        return {}
+    split = recipe.data.split
+    by_default = (split.by, split.column, split.test) == ("time", "time", TRUTH_TEST_SHARE)
+    known = truth["all"] if part == "all" else truth["test"] if part == "test" and by_default else {}
+    return {name: known[name] for name in METRICS if known.get(name) is not None}

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from unequal.models.interaction import CrossInteraction, DotInteraction
+
+
+@pytest.mark.parametrize("features", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_dots_agree_with_einsum(features, size):
+    dim = 6
+    vectors = torch.randn(size, features * dim, dtype=torch.float64, requires_grad=True)
+    interaction = DotInteraction([dim] * features, dim)
+    assert not list(interaction.parameters())
+    x = vectors.detach().clone().requires_grad_()
+    parts = x.view(size, features, dim)
+    products = torch.einsum("bid,bjd->bij", parts, parts)
+    if features == 1:
+        expected = x
+    else:
+        expected = torch.stack([products[:, i, j] for i in range(features) for j in range(i + 1, features)], 1)
+    got = interaction(vectors)
+    assert got.shape == (size, interaction.outputs)
+    torch.testing.assert_close(got, expected)
+    upstream = torch.randn_like(got)
+    got.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(vectors.grad, x.grad)
+
+
+def test_dot_gradients_against_differences():
+    interaction = DotInteraction([3, 3, 3, 3], 3)
+    assert torch.autograd.gradcheck(interaction, torch.randn(2, 12, dtype=torch.float64, requires_grad=True))
+
+
+def test_mixed_dims_are_projected():
+    dims = [4, 8, 3]
+    interaction = DotInteraction(dims, 8).double()
+    vectors = torch.randn(5, sum(dims), dtype=torch.float64)
+    a, b, c = vectors.split(dims, 1)
+    first, _, third = interaction.projections
+    a, c = a @ first.weight.T, c @ third.weight.T
+    expected = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], 1)
+    torch.testing.assert_close(interaction(vectors), expected)
+    assert {name for name, _ in interaction.named_parameters()} == {"projections.0.weight", "projections.2.weight"}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_cross_agrees_with_the_formula(rank):
+    interaction = CrossInteraction([2, 3], layers=3, rank=rank).double()
+    start = torch.randn(4, 5, dtype=torch.float64)
+    expected = start.clone()
+    for layer in interaction.layers:
+        if rank:
+            down, up = layer
+            matrix, bias = up.weight @ down.weight, up.bias
+        else:
+            matrix, bias = layer.weight, layer.bias
+        expected = torch.stack([x0 * (matrix @ x + bias) + x for x0, x in zip(start, expected)])
+    torch.testing.assert_close(interaction(start), expected)
+    assert interaction.outputs == 5

@@ -1,0 +1,1 @@
+"""Tests against the peers: torch.optim, FBGEMM, TorchRec."""

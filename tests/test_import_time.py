@@ -1,0 +1,22 @@
+"""`import unequal` needs torch and numpy alone. How long it takes is a benchmark: benchmarks/import_time.py."""
+
+import json
+import subprocess
+import sys
+
+HEAVY = ("pyarrow", "typer", "rich", "tensorboard", "torchrec", "fbgemm_gpu", "pandas", "scipy")
+SCRIPT = """
+import json, sys
+import torch, numpy
+before = set(sys.modules)
+import unequal
+print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before})))
+"""
+
+
+def test_import_pulls_in_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    added = json.loads(done.stdout)
+    assert "unequal" in added
+    assert [name for name in added if name in HEAVY] == []
