@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .click_log import write_click_log
+
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 
@@ -48,3 +50,15 @@ def keep_thread_count():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    """The recipe of a small click log."""
+    return write_click_log(tmp_path / "clicks")
+
+
+@pytest.fixture(scope="module")
+def shared_clicks(tmp_path_factory):
+    """The same for all tests of a module, which leave it as it is."""
+    return write_click_log(tmp_path_factory.mktemp("data") / "clicks")

@@ -58,6 +58,14 @@ def test_train_then_evaluate(clicks: Path, tmp_path: Path) -> None:
     every = call("evaluate", "run", clicks.parent / "clicks-1.parquet", "--json", "every.json")
     assert every.exit_code == 0, every.output
     assert json.loads((tmp_path / "every.json").read_text())["samples"] == 800
+    bare = pq.read_table(clicks.parent / "clicks-1.parquet").drop_columns(["time"])
+    pq.write_table(bare, tmp_path / "bare.parquet")
+    without = call("evaluate", "run", "bare.parquet", "--json", "bare.json")
+    assert without.exit_code == 0, without.output
+    assert (
+        json.loads((tmp_path / "bare.json").read_text())["auc"]
+        == json.loads((tmp_path / "every.json").read_text())["auc"]
+    )
     folder = call("evaluate", "run", clicks.parent, "--part", "validation", "--json", "part.json")
     assert folder.exit_code == 0, folder.output
     assert json.loads((tmp_path / "part.json").read_text())["samples"] == 200

@@ -117,7 +117,7 @@ def parse_recipe(mapping: Mapping[str, Any], *, name: str = "recipe", root: Path
 def _absolute(file: str, root: Path) -> str:
     """A path or pattern that means the same from any folder; the root's own name is never a pattern."""
     file = str(Path(file).expanduser())
-    return os.path.join(glob.escape(str(root)) if glob.has_magic(file) else str(root), file)
+    return os.path.normpath(os.path.join(glob.escape(str(root)) if glob.has_magic(file) else str(root), file))
 
 
 def _parse_tables(mapping: object) -> TablesConfig:

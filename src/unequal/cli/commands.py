@@ -102,6 +102,7 @@ def evaluate(
     """Score a finished run, on its own test part or on other data."""
     with one_line_errors():
         _check_output(json)
+        from ..data.config import SplitConfig
         from ..recipe import load_run
         from ..train.evaluate import evaluate_run
 
@@ -109,6 +110,8 @@ def evaluate(
         if data is not None:
             pattern = str(Path(data) / "*.parquet") if Path(data).is_dir() else data
             recipe = replace(recipe, data=replace(recipe.data, files=(os.path.abspath(pattern),), generate=None))
+            if part is None:  # all rows are scored, so the data need not hold the column the training was split by
+                recipe = replace(recipe, data=replace(recipe.data, split=SplitConfig()))
         report = evaluate_run(recipe, run, part=part or ("test" if data is None else "all"))
         show_report(report)
         _write(json, report.to_json())

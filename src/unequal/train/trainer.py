@@ -182,9 +182,10 @@ class Trainer:
         result = score(self.model, self.validation, self.recipe.data.labels)
         at.evaluated_step = at.step
         at.evaluations_since_best += 1
-        better = at.best_score is None or result.value > at.best_score
+        value = result.value
+        better = at.best_score is None or value > at.best_score
         if better:
-            at.best_score, at.best_step, at.evaluations_since_best = result.value, at.step, 0
+            at.best_score, at.best_step, at.evaluations_since_best = value, at.step, 0
         self.log.write("validation", at.step, at.epoch, result.metrics)
         area, mark = result.metrics["auc"], "  (best so far)" if better else ""
         words = f"AUC {'undefined' if area is None else f'{area:.4f}'}, log loss {result.metrics['log_loss']:.4f}"
