@@ -18,18 +18,28 @@ struct Block {  // bags [first, last) of `count` pooled features, or ids [first,
   int64_t count, first, last;
 };
 
-// Reads slots[i] and prefetches the row kAhead further on.
-template <class T, int D>
-inline int64_t slot_and_prefetch(const Table& table, const int64_t* slots, int64_t i, int64_t end) {
-  const int64_t next = slots[i + kAhead < end ? i + kAhead : end - 1];
-  if (uint64_t(next) < uint64_t(table.rows)) prefetch(row_at<T>(table, next), (D ? D : table.dim) * int64_t(sizeof(T)));
-  return slots[i];
-}
+// A table's rows by slot; with one slab that is one multiplication.
+template <class T, int D, bool OneSlab>
+struct Rows {
+  const Table& table;
+  const T* base = static_cast<const T*>(table.weights[0]);
+  const uint64_t rows = uint64_t(table.rows);
+  const int64_t dim = D ? D : table.dim;
 
-template <class T, int D>
+  bool has(int64_t slot) const { return uint64_t(slot) < rows; }
+  const T* at(int64_t slot) const { return OneSlab ? base + slot * dim : row_at<T>(table, slot); }
+  // Prefetches the row of slots[i + kAhead], or nothing where that is past the end.
+  void prefetch_ahead(const int64_t* slots, int64_t i, int64_t end) const {
+    if (i + kAhead < end && has(slots[i + kAhead])) prefetch(at(slots[i + kAhead]), dim * int64_t(sizeof(T)));
+  }
+};
+
+template <class T, int D, bool OneSlab>
 void pooled(const Table& table, const Feature& feature, int64_t first, int64_t last) {
   constexpr int W = kWidth<D>, N = D / W;
-  const int64_t dim = D ? D : table.dim, base = feature.offsets[0], end = feature.offsets[last] - base;
+  const Rows<T, D, OneSlab> rows{table};
+  const int64_t dim = rows.dim, base = feature.offsets[0], end = feature.offsets[last] - base;
+  const int64_t* slots = feature.slots;
   alignas(64) float buffer[D ? 1 : kMaxDim];
   for (int64_t bag = first; bag < last; ++bag) {
     const int64_t from = feature.offsets[bag] - base, to = feature.offsets[bag + 1] - base;
@@ -42,9 +52,9 @@ void pooled(const Table& table, const Feature& feature, int64_t first, int64_t l
       std::memset(buffer, 0, size_t(dim) * sizeof(float));
     }
     for (int64_t i = from; i < to; ++i) {
-      const int64_t slot = slot_and_prefetch<T, D>(table, feature.slots, i, end);
-      if (uint64_t(slot) >= uint64_t(table.rows)) continue;
-      const T* row = row_at<T>(table, slot);
+      rows.prefetch_ahead(slots, i, end);
+      if (!rows.has(slots[i])) continue;
+      const T* row = rows.at(slots[i]);
       const float scale = feature.weights ? feature.weights[i] * share : share;
       if constexpr (D != 0) {
         for (int j = 0; j < N; ++j) sum[j] += load<W>(row + W * j) * scale;
@@ -60,22 +70,23 @@ void pooled(const Table& table, const Feature& feature, int64_t first, int64_t l
   }
 }
 
-template <class T, int D>
+template <class T, int D, bool OneSlab>
 void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t last) {
   constexpr int W = kWidth<D>, N = D / W;
-  const int64_t dim = D ? D : table.dim;
+  const Rows<T, D, OneSlab> rows{table};
+  const int64_t* slots = feature.slots;
   for (int64_t i = first; i < last; ++i) {
-    const int64_t slot = slot_and_prefetch<T, D>(table, feature.slots, i, last);
+    rows.prefetch_ahead(slots, i, last);
     float* out = feature.values + i * feature.stride;
-    if (uint64_t(slot) >= uint64_t(table.rows)) {
-      std::memset(out, 0, size_t(dim) * sizeof(float));
+    if (!rows.has(slots[i])) {
+      std::memset(out, 0, size_t(rows.dim) * sizeof(float));
       continue;
     }
-    const T* row = row_at<T>(table, slot);
+    const T* row = rows.at(slots[i]);
     if constexpr (D != 0) {
       for (int j = 0; j < N; ++j) store<W>(out + W * j, load<W>(row + W * j));
     } else {
-      for (int64_t j = 0; j < dim; ++j) out[j] = to_float(row[j]);
+      for (int64_t j = 0; j < rows.dim; ++j) out[j] = to_float(row[j]);
     }
   }
 }
@@ -84,8 +95,13 @@ template <class T>
 void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
-    if (feature.pooling == kNone) unpooled<T, D>(table, feature, first, last);
-    else pooled<T, D>(table, feature, first, last);
+    if (table.slab_log2 < 0) {
+      if (feature.pooling == kNone) unpooled<T, D, true>(table, feature, first, last);
+      else pooled<T, D, true>(table, feature, first, last);
+    } else {
+      if (feature.pooling == kNone) unpooled<T, D, false>(table, feature, first, last);
+      else pooled<T, D, false>(table, feature, first, last);
+    }
   });
 }
 

@@ -17,18 +17,19 @@ inline int64_t state_per_row(int64_t optimizer, int which, int64_t dim) {
   }
 }
 
-// Σ x², always in the same order: 16 running sums, then those from left to right.
+// Σ x², always in the same order: 16 running sums, then halves added to halves.
 template <int D>
 inline float sum_of_squares(const float* x, int64_t run_time_dim) {
   const int64_t dim = D ? D : run_time_dim;
-  float lanes[16] = {};
+  Lanes<16> sums{};
   int64_t j = 0;
-  for (; j + 16 <= dim; j += 16)
-    for (int k = 0; k < 16; ++k) lanes[k] += x[j + k] * x[j + k];
+  for (; j + 16 <= dim; j += 16) sums += load<16>(x + j) * load<16>(x + j);
+  alignas(64) float lanes[16];
+  store<16>(lanes, sums);
   for (int k = 0; k < 16 && j + k < dim; ++k) lanes[k] += x[j + k] * x[j + k];
-  float sum = 0;
-  for (float lane : lanes) sum += lane;
-  return sum;
+  for (int half = 8; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  return lanes[0];
 }
 
 // w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer.

@@ -154,8 +154,10 @@ inline float* state_at(const Table& table, int which, int64_t slot, int64_t per_
   return table.state[which][slab] + place * per_row;
 }
 
+// Write: the rows of an update, so that another core's copy is taken away before it is needed.
+template <bool Write = false>
 __attribute__((always_inline)) inline void prefetch(const void* p, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, 0, 2);
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, Write, 3);
 }
 
 }  // namespace unequal

@@ -1,10 +1,11 @@
 // Backward fused with the optimizer: lookups are grouped by row, each row's gradients are summed in the order of their
 // positions, and the row is updated once. No gradient of a table is ever materialised.
 //
-//   1. Count, in chunks of lookups, how many fall into each bucket (a table's rows by their low bits: hot rows are often
-//      neighbours, low bits spread them).
+//   1. Count, in chunks of lookups, how many fall into each bucket. Buckets are ranges of rows in ascending order, so that
+//      rows are updated in the order of their addresses: address translation then costs half as much as in random order.
+//      They are finer where row numbers are low, like floating-point numbers: ids are often numbered by popularity.
 //   2. Place (row, position) pairs into their buckets, in order of position.
-//   3. Take buckets in any order on any thread: sort one in cache, sum each run of equal rows, apply the optimizer.
+//   3. Take batches of buckets in any order on any thread: sort in cache, sum each run of equal rows, apply the optimizer.
 //   4. Rows read more than kLongRun times are left over: their runs are summed in pieces of kLongRun by all threads, the
 //      pieces added in order, the row updated. So a sum's order depends on the data alone, never on the threads.
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace unequal {
 namespace {
 
 constexpr int64_t kChunk = 8192;
-constexpr int64_t kBucketLookups = 1024;
+constexpr int64_t kBatchLookups = 1024;
 constexpr int64_t kLongRun = 512;
 constexpr int64_t kRowsAhead = 8;       // rows are prefetched this many rows ahead of the one being updated
 constexpr int64_t kGradientsAhead = 12;  // and gradients this many lookups ahead
@@ -41,15 +42,31 @@ struct TableRun {
   const Table* table;
   std::vector<int> features;  // into the FeatureRuns, in order of position
   int64_t lookups = 0;
-  int bucket_bits = 0, row_bits = 0;
-  int64_t first_bucket = 0;
+  int fine = 0;               // buckets per doubling of the row number: 2^fine
+  int64_t buckets = 0, first_bucket = 0;
   bool plain = true;          // one feature without weights: the fast path
 };
+
+// The bucket of a row, and how many low bits of the row number vary within it. Ascends with the row.
+inline int64_t bucket_of(int64_t row, int fine, int& loose) {
+  const int top = row ? 63 - __builtin_clzll(uint64_t(row)) : 0;
+  loose = top > fine ? top - fine : 0;
+  return (int64_t(loose) << fine) + (row >> loose);
+}
+inline int64_t bucket_of(int64_t row, int fine) {
+  int loose;
+  return bucket_of(row, fine, loose);
+}
 
 struct Chunk {
   int feature, table;
   int64_t first, last;     // ids of the feature
   int64_t counts;          // where its bucket counts start
+};
+
+struct Work {
+  const TableRun* table;
+  int64_t first, last;  // buckets
 };
 
 struct LongRun {
@@ -103,12 +120,12 @@ struct Step {
     int64_t place;
     const int slab = slab_of(t.slab_log2, slot, place);
     const int64_t dim = D ? D : t.dim;
-    if (t.dtype == kFloat32) prefetch(static_cast<const float*>(t.weights[slab]) + place * dim, dim * 4);
-    else prefetch(static_cast<const uint16_t*>(t.weights[slab]) + place * dim, dim * 2);
+    if (t.dtype == kFloat32) prefetch<true>(static_cast<const float*>(t.weights[slab]) + place * dim, dim * 4);
+    else prefetch<true>(static_cast<const uint16_t*>(t.weights[slab]) + place * dim, dim * 2);
     for (int which = 0; which < 2; ++which)
       if (const int64_t n = state_per_row(t.optimizer, which, dim)) {
-        if (n == 1) prefetch(t.state[which][slab] + place, 4);
-        else prefetch(t.state[which][slab] + place * dim, dim * 4);
+        if (n == 1) prefetch<true>(t.state[which][slab] + place, 4);
+        else prefetch<true>(t.state[which][slab] + place * dim, dim * 4);
       }
   }
 
@@ -172,9 +189,10 @@ struct Step {
   }
 };
 
-// Sorts by row, keeping equal rows in order of position: whole pairs are unique, so any sort by pair does.
-void sort_pairs(Pair* pairs, int64_t n, int low_bit, int high_bit, std::vector<Pair>& scratch) {
-  if (n < 48) {
+// Sorts by row pairs whose rows differ in their low `bits` only, keeping equal rows in order of position.
+void sort_pairs(Pair* pairs, int64_t n, int bits, std::vector<Pair>& scratch) {
+  if (bits == 0) return;
+  if (n < 48) {  // pairs are unique and positions ascend with their low half: sorting whole pairs does
     for (int64_t i = 1; i < n; ++i) {
       const Pair pair = pairs[i];
       int64_t j = i;
@@ -185,11 +203,10 @@ void sort_pairs(Pair* pairs, int64_t n, int low_bit, int high_bit, std::vector<P
   }
   if (int64_t(scratch.size()) < n) scratch.resize(size_t(n));
   Pair *from = pairs, *to = scratch.data();
-  const int bits = high_bit - low_bit, passes = (bits + 8) / 9;
-  const int width = passes ? (bits + passes - 1) / passes : 0;
+  const int passes = (bits + 8) / 9, width = (bits + passes - 1) / passes;
   for (int pass = 0; pass < passes; ++pass) {
     uint32_t counts[513] = {};
-    const int shift = 32 + low_bit + pass * width;
+    const int shift = 32 + pass * width;
     const uint32_t mask = (1u << width) - 1;
     for (int64_t i = 0; i < n; ++i) ++counts[((from[i] >> shift) & mask) + 1];
     for (uint32_t b = 1; b <= mask; ++b) counts[b] += counts[b - 1];
@@ -237,15 +254,15 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   for (int64_t t = 0; t < table_count; ++t) {
     TableRun& run = step.tables[size_t(t)];
     run.table = &tables[t];
-    run.row_bits = bits_of(tables[t].rows);
-    run.bucket_bits = std::min({bits_of(run.lookups / kBucketLookups), run.row_bits, 12});
+    run.fine = std::min(bits_of(run.lookups / 4096), 10);
+    run.buckets = bucket_of(std::max<int64_t>(tables[t].rows - 1, 0), run.fine) + 1;
     run.first_bucket = buckets;
-    buckets += int64_t(1) << run.bucket_bits;
+    buckets += run.buckets;
     first_chunk.push_back(chunks.size());
     for (int f : run.features)
       for (int64_t i = 0; i < features[f].count; i += kChunk) {
         chunks.push_back({f, int(t), i, std::min(i + kChunk, features[f].count), counters});
-        counters += int64_t(1) << run.bucket_bits;
+        counters += run.buckets;
       }
   }
   first_chunk.push_back(chunks.size());
@@ -287,11 +304,10 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
     const FeatureRun& run = step.features[size_t(chunk.feature)];
     const Feature& feature = *run.feature;
     const TableRun& table = step.tables[size_t(chunk.table)];
-    const int64_t bucket_mask = (int64_t(1) << table.bucket_bits) - 1;
     uint32_t* count = counts + chunk.counts;
-    std::fill(count, count + bucket_mask + 1, 0u);
+    std::fill(count, count + table.buckets, 0u);
     for (int64_t i = chunk.first; i < chunk.last; ++i)
-      if (feature.slots[i] >= 0) ++count[feature.slots[i] & bucket_mask];
+      if (feature.slots[i] >= 0) ++count[bucket_of(feature.slots[i], table.fine)];
     if (run.one_each) continue;
     const int64_t* offsets = feature.offsets;
     int64_t bag = std::upper_bound(offsets, offsets + feature.bags + 1, offsets[0] + chunk.first) - offsets - 1;
@@ -304,7 +320,7 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   int64_t place = 0;
   for (int64_t t = 0; t < table_count; ++t) {
     const TableRun& run = step.tables[size_t(t)];
-    for (int64_t b = 0; b < int64_t(1) << run.bucket_bits; ++b) {
+    for (int64_t b = 0; b < run.buckets; ++b) {
       bucket_start[size_t(run.first_bucket + b)] = place;
       for (size_t c = first_chunk[size_t(t)]; c < first_chunk[size_t(t) + 1]; ++c) {
         uint32_t& count = counts[chunks[c].counts + b];
@@ -321,17 +337,19 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
     const Chunk& chunk = chunks[size_t(c)];
     const FeatureRun& run = step.features[size_t(chunk.feature)];
     const int64_t* slots = run.feature->slots;
-    const int64_t bucket_mask = (int64_t(1) << step.tables[size_t(chunk.table)].bucket_bits) - 1;
+    const int fine = step.tables[size_t(chunk.table)].fine;
     uint32_t* next = counts + chunk.counts;
     for (int64_t i = chunk.first; i < chunk.last; ++i)
-      if (slots[i] >= 0) pairs[next[slots[i] & bucket_mask]++] = Pair(slots[i]) << 32 | Pair(run.first + i);
+      if (slots[i] >= 0) pairs[next[bucket_of(slots[i], fine)]++] = Pair(slots[i]) << 32 | Pair(run.first + i);
   }
 
-  std::vector<std::pair<const TableRun*, int64_t>> work;
+  std::vector<Work> work;
   for (const TableRun& run : step.tables)
-    for (int64_t b = 0; b < int64_t(1) << run.bucket_bits; ++b)
-      if (bucket_start[size_t(run.first_bucket + b) + 1] > bucket_start[size_t(run.first_bucket + b)])
-        work.emplace_back(&run, run.first_bucket + b);
+    for (int64_t b = run.first_bucket, end = run.first_bucket + run.buckets; b < end;) {
+      const int64_t first = b, from = bucket_start[size_t(b)];
+      while (b < end && bucket_start[size_t(b)] - from < kBatchLookups) ++b;
+      if (bucket_start[size_t(b)] > from) work.push_back({&run, first, b});
+    }
   std::vector<LongRun> long_runs;
 
 #pragma omp parallel num_threads(threads)
@@ -342,11 +360,15 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
     alignas(64) float sum[kMaxDim];
 #pragma omp for schedule(dynamic) nowait
     for (int64_t w = 0; w < int64_t(work.size()); ++w) {
-      const TableRun& run = *work[size_t(w)].first;
-      const int64_t bucket = work[size_t(w)].second;
-      Pair* first = pairs + bucket_start[size_t(bucket)];
-      Pair* last = pairs + bucket_start[size_t(bucket) + 1];
-      sort_pairs(first, last - first, run.bucket_bits, run.row_bits, scratch);
+      const TableRun& run = *work[size_t(w)].table;
+      Pair* first = pairs + bucket_start[size_t(work[size_t(w)].first)];
+      Pair* last = pairs + bucket_start[size_t(work[size_t(w)].last)];
+      for (int64_t b = work[size_t(w)].first; b < work[size_t(w)].last; ++b) {
+        Pair* bucket = pairs + bucket_start[size_t(b)];
+        const int64_t n = bucket_start[size_t(b) + 1] - bucket_start[size_t(b)];
+        int loose = 0;
+        if (n > 1 && (bucket_of(row_of(*bucket), run.fine, loose), loose)) sort_pairs(bucket, n, loose, scratch);
+      }
       by_dim(run.table->dim, [&](auto dim) {
         constexpr int D = decltype(dim)::value;
         const Table& table = *run.table;
