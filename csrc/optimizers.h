@@ -7,13 +7,28 @@ namespace unequal {
 enum Optimizer : int64_t { kSGD = 0, kAdagrad, kRowWiseAdagrad, kAdam, kRowWiseAdam, kLAMB, kLARS };
 
 // How many floats of state a row has at `which` (0 or 1): none, one per row, or one per value.
-inline int64_t state_per_row(int64_t optimizer, int which, int64_t dim) {
-  switch (optimizer) {
+template <int O>
+constexpr int64_t state_per_row(int which, int64_t dim) {
+  switch (O) {
     case kAdagrad: case kLARS: return which == 0 ? dim : 0;
     case kRowWiseAdagrad: return which == 0 ? 1 : 0;
     case kAdam: case kLAMB: return dim;
     case kRowWiseAdam: return which == 0 ? dim : 1;
     default: return 0;
+  }
+}
+
+// Calls body with the optimizer as a compile-time constant: a row's update is short, deciding per row would show.
+template <class Body>
+inline void by_optimizer(int64_t optimizer, Body&& body) {
+  switch (optimizer) {
+    case kAdagrad: return body(std::integral_constant<int, kAdagrad>{});
+    case kRowWiseAdagrad: return body(std::integral_constant<int, kRowWiseAdagrad>{});
+    case kAdam: return body(std::integral_constant<int, kAdam>{});
+    case kRowWiseAdam: return body(std::integral_constant<int, kRowWiseAdam>{});
+    case kLAMB: return body(std::integral_constant<int, kLAMB>{});
+    case kLARS: return body(std::integral_constant<int, kLARS>{});
+    default: return body(std::integral_constant<int, kSGD>{});
   }
 }
 
@@ -33,7 +48,7 @@ inline float sum_of_squares(const float* x, int64_t run_time_dim) {
 }
 
 // w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer.
-template <int D>
+template <int D, int O>
 inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g) {
   const int64_t dim = D ? D : t.dim;
   const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
@@ -41,7 +56,7 @@ inline void apply(const Table& t, float* __restrict w, float* __restrict s0, flo
   // In double: 1 - 0.999f is off by 5e-5.
   const float rest1 = float(1 - t.beta1), rest2 = float(1 - t.beta2);
   const float correct1 = float(1.0 / t.correction1), correct2 = float(1.0 / t.correction2);
-  switch (t.optimizer) {
+  switch (O) {
     case kSGD:
       for (int64_t j = 0; j < dim; ++j) w[j] -= lr * (g[j] + decay * w[j]);
       break;

@@ -148,16 +148,8 @@ inline T* row_at(const Table& table, int64_t slot) {
   return static_cast<T*>(table.weights[slab]) + place * table.dim;
 }
 
-inline float* state_at(const Table& table, int which, int64_t slot, int64_t per_row) {
-  int64_t place;
-  const int slab = slab_of(table.slab_log2, slot, place);
-  return table.state[which][slab] + place * per_row;
-}
-
-// Write: the rows of an update, so that another core's copy is taken away before it is needed.
-template <bool Write = false>
 __attribute__((always_inline)) inline void prefetch(const void* p, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, Write, 3);
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, 0, 3);
 }
 
 }  // namespace unequal

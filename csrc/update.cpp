@@ -64,6 +64,31 @@ struct Chunk {
   int64_t counts;          // where its bucket counts start
 };
 
+// Where a row and its state lie.
+struct Row {
+  void* weights;
+  float* state[2];
+};
+
+template <int D, int O>
+inline Row locate(const Table& t, int64_t slot) {
+  int64_t place;
+  const int slab = slab_of(t.slab_log2, slot, place);
+  const int64_t dim = D ? D : t.dim, first = state_per_row<O>(0, dim), second = state_per_row<O>(1, dim);
+  return {static_cast<char*>(t.weights[slab]) + place * dim * (t.dtype == kFloat32 ? 4 : 2),
+          {first ? t.state[0][slab] + place * first : nullptr, second ? t.state[1][slab] + place * second : nullptr}};
+}
+
+template <int D, int O>
+inline void prefetch_row(const Table& t, int64_t slot) {
+  const Row row = locate<D, O>(t, slot);
+  const int64_t dim = D ? D : t.dim;
+  if (t.dtype == kFloat32) prefetch(row.weights, dim * 4);
+  else prefetch(row.weights, dim * 2);
+  if (state_per_row<O>(0, dim)) prefetch(row.state[0], state_per_row<O>(0, dim) * 4);
+  if (state_per_row<O>(1, dim)) prefetch(row.state[1], state_per_row<O>(1, dim) * 4);
+}
+
 struct Work {
   const TableRun* table;
   int64_t first, last;  // buckets
@@ -115,20 +140,6 @@ struct Step {
     const int64_t row = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
     return run.values + row * run.stride;
   }
-  template <int D>
-  void prefetch_row(const Table& t, int64_t slot) const {
-    int64_t place;
-    const int slab = slab_of(t.slab_log2, slot, place);
-    const int64_t dim = D ? D : t.dim;
-    if (t.dtype == kFloat32) prefetch<true>(static_cast<const float*>(t.weights[slab]) + place * dim, dim * 4);
-    else prefetch<true>(static_cast<const uint16_t*>(t.weights[slab]) + place * dim, dim * 2);
-    for (int which = 0; which < 2; ++which)
-      if (const int64_t n = state_per_row(t.optimizer, which, dim)) {
-        if (n == 1) prefetch<true>(t.state[which][slab] + place, 4);
-        else prefetch<true>(t.state[which][slab] + place * dim, dim * 4);
-      }
-  }
-
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
   template <int D>
   void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
@@ -169,23 +180,42 @@ struct Step {
     }
   }
 
-  template <int D>
+  template <int D, int O>
   void update_row(const Table& t, int64_t slot, float* sum) const {
-    float* s[2];
-    for (int which = 0; which < 2; ++which) {
-      const int64_t n = state_per_row(t.optimizer, which, t.dim);
-      s[which] = n ? state_at(t, which, slot, n) : nullptr;
-    }
-    if (t.dtype == kFloat32) return apply<D>(t, row_at<float>(t, slot), s[0], s[1], sum);
-    alignas(64) float row[kMaxDim];
+    const Row row = locate<D, O>(t, slot);
+    if (t.dtype == kFloat32) return apply<D, O>(t, static_cast<float*>(row.weights), row.state[0], row.state[1], sum);
+    alignas(64) float wide[kMaxDim];
     const uint64_t key = row_key(t.rounding_key, slot);
     const auto narrow = [&](auto* stored) {
-      for (int64_t j = 0; j < t.dim; ++j) row[j] = to_float(stored[j]);
-      apply<D>(t, row, s[0], s[1], sum);
-      store_rounded(stored, row, t.dim, key);
+      for (int64_t j = 0; j < t.dim; ++j) wide[j] = to_float(stored[j]);
+      apply<D, O>(t, wide, row.state[0], row.state[1], sum);
+      store_rounded(stored, wide, t.dim, key);
     };
-    if (t.dtype == kFloat16) narrow(row_at<Half>(t, slot));
-    else narrow(row_at<BFloat>(t, slot));
+    if (t.dtype == kFloat16) narrow(static_cast<Half*>(row.weights));
+    else narrow(static_cast<BFloat*>(row.weights));
+  }
+
+  // Sums and updates every row of the sorted pairs [first, last), except those read too often, which go to `left`.
+  template <int D, int O>
+  void update_all(const TableRun& run, const Pair* first, const Pair* last, std::vector<const Pair*>& starts, float* sum,
+                  std::vector<LongRun>& left) const {
+    const Table& table = *run.table;
+    starts.clear();
+    for (const Pair* p = first; p < last; ++p)
+      if (p == first || row_of(*p) != row_of(p[-1])) starts.push_back(p);
+    const int64_t rows = int64_t(starts.size());
+    starts.push_back(last);
+    for (int64_t r = -kRowsAhead; r < rows; ++r) {
+      if (r + kRowsAhead < rows) prefetch_row<D, O>(table, row_of(*starts[size_t(r + kRowsAhead)]));
+      if (r < 0) continue;
+      const Pair *p = starts[size_t(r)], *end = starts[size_t(r) + 1];
+      if (end - p > kLongRun) {
+        left.push_back({&run, p, end - p, 0});
+      } else {
+        add_up<D>(run, p, end, last, sum);
+        update_row<D, O>(table, row_of(*p), sum);
+      }
+    }
   }
 };
 
@@ -356,7 +386,7 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   {
     std::vector<Pair> scratch;
     std::vector<LongRun> mine;
-    std::vector<const Pair*> runs;
+    std::vector<const Pair*> starts;
     alignas(64) float sum[kMaxDim];
 #pragma omp for schedule(dynamic) nowait
     for (int64_t w = 0; w < int64_t(work.size()); ++w) {
@@ -370,24 +400,9 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
         if (n > 1 && (bucket_of(row_of(*bucket), run.fine, loose), loose)) sort_pairs(bucket, n, loose, scratch);
       }
       by_dim(run.table->dim, [&](auto dim) {
-        constexpr int D = decltype(dim)::value;
-        const Table& table = *run.table;
-        runs.clear();
-        for (const Pair* p = first; p < last; ++p)
-          if (p == first || row_of(*p) != row_of(p[-1])) runs.push_back(p);
-        const int64_t rows = int64_t(runs.size());
-        runs.push_back(last);
-        for (int64_t r = 0; r < std::min(kRowsAhead, rows); ++r) step.template prefetch_row<D>(table, row_of(*runs[size_t(r)]));
-        for (int64_t r = 0; r < rows; ++r) {
-          const Pair *p = runs[size_t(r)], *end = runs[size_t(r) + 1];
-          if (r + kRowsAhead < rows) step.template prefetch_row<D>(table, row_of(*runs[size_t(r + kRowsAhead)]));
-          if (end - p > kLongRun) {
-            mine.push_back({&run, p, end - p, 0});
-          } else {
-            step.template add_up<D>(run, p, end, last, sum);
-            step.template update_row<D>(table, row_of(*p), sum);
-          }
-        }
+        by_optimizer(run.table->optimizer, [&](auto optimizer) {
+          step.template update_all<decltype(dim)::value, decltype(optimizer)::value>(run, first, last, starts, sum, mine);
+        });
       });
     }
 #pragma omp critical(unequal_long_runs)
@@ -422,7 +437,11 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
       float* sum = partials + run.partial;
       for (int64_t piece = 1; piece * kLongRun < run.length; ++piece)
         for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
-      by_dim(table.dim, [&](auto dim) { step.template update_row<decltype(dim)::value>(table, row_of(*run.first), sum); });
+      by_dim(table.dim, [&](auto dim) {
+        by_optimizer(table.optimizer, [&](auto optimizer) {
+          step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum);
+        });
+      });
     }
   }
   return 0;

@@ -8,7 +8,7 @@ import torch
 
 from unequal.batch import Batch, Jagged
 from unequal.kernels import native, reference
-from unequal.kernels.request import FeatureSpec, Request, TableRows, slab_rows
+from unequal.kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows, slab_rows
 from unequal.optim import RowWiseAdagrad
 
 FAST = []
@@ -50,7 +50,7 @@ def make_request(tables, features, weights=False, seed=0):
     bounds = batch.offsets.numpy()
     return Request(
         tables,
-        specs,
+        FeatureSpecs(specs),
         batch.size,
         index,
         bounds[index * batch.size],

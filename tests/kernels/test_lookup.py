@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cases import BACKENDS, FAST, make_request, make_rows, outputs_for
 from unequal.kernels import reference
+from unequal.kernels.request import FeatureSpecs
 
 
 def run(backend, request):
@@ -106,7 +107,7 @@ def test_outputs_may_lie_in_wider_rows(backend):
     rows = make_rows(5, 16)
     request = make_request([rows], [(0, "sum", [[1], [2, 3]])])
     wide = torch.full((2, 40), 7.0)
-    request = dataclasses.replace(request, features=[dataclasses.replace(request.features[0], place=10)])
+    request = dataclasses.replace(request, features=FeatureSpecs([dataclasses.replace(request.features[0], place=10)]))
     assert backend.lookup(request, wide, []) == -1
     assert torch.equal(wide[:, 10:26], torch.stack([rows.weights[0][1], rows.weights[0][2] + rows.weights[0][3]]))
     assert (wide[:, :10] == 7).all() and (wide[:, 26:] == 7).all()

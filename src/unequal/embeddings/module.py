@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..batch import Batch, Jagged
 from ..errors import CheckpointError, DataError, RecipeError, UserError, nearest
 from ..kernels import backend
-from ..kernels.request import FeatureSpec, Request
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request
 from ..optim import Optimizer, RowWiseAdagrad
 from ..schedule import Schedule
 from ..storage import Storage, make_storage
@@ -91,6 +91,7 @@ class Embeddings(nn.Module):
             for name, table in self.tables.items()
         }
         self._specs = self._lay_out()
+        self._spec_list = FeatureSpecs(self._specs.values())
         self._columns = sum(spec.dim for spec in self._specs.values() if spec.pooling is not None)
         self._outputs = OutputPool()
         # Autograd calls backward only for a graph that ends in something that wants a gradient.
@@ -151,7 +152,7 @@ class Embeddings(nn.Module):
         bounds = batch.offsets.numpy()
         request = Request(
             [storage.rows for storage in self._storages.values()],
-            list(self._specs.values()),
+            self._spec_list,
             size,
             self._index,
             bounds[self._index * size],
@@ -218,7 +219,7 @@ class Embeddings(nn.Module):
             alone = FeatureSpec(spec.name, spec.table, None, spec.dim, 0)
             rows = torch.empty(int(request.counts()[f]), spec.dim)
             part = Request(
-                request.tables, [alone], request.size, request.index[f : f + 1], request.starts[f : f + 1],
+                request.tables, FeatureSpecs([alone]), request.size, request.index[f : f + 1], request.starts[f : f + 1],
                 request.ends[f : f + 1], request.ids, request.slots, request.offsets,
             )  # fmt: skip
             self._kernels.lookup(part, None, [rows])

@@ -66,37 +66,49 @@ def _describe_table(rows: TableRows) -> Record:
 
 
 def _describe_tables(tables: Sequence[TableRows], lr_factor: float = 0.0, step: int = 0) -> Record:
-    records = np.concatenate([_describe_table(rows) for rows in tables])
-    for record, rows in zip(records, tables):
-        record["lr"] = rows.optimizer.lr * lr_factor
-        record["correction1"] = 1 - float(record["beta1"]) ** (step + 1)
-        record["correction2"] = 1 - float(record["beta2"]) ** (step + 1)
+    records = np.empty(len(tables), _TABLE)
+    raw = records.view(np.uint8).reshape(len(tables), -1)  # copied as bytes: numpy goes field by field otherwise
+    for to, rows in zip(raw, tables):
+        to[:] = _describe_table(rows).view(np.uint8)
+    records["lr"] = np.array([rows.optimizer.lr for rows in tables]) * lr_factor
+    records["correction1"] = 1 - records["beta1"] ** (step + 1)
+    records["correction2"] = 1 - records["beta2"] ** (step + 1)
+    for t, rows in enumerate(tables):
         if rows.dtype != torch.float32:
-            record["rounding_key"] = rows.rounding_key(step)
+            records["rounding_key"][t] = rows.rounding_key(step)
     return records
 
 
 def _describe_features(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> Record:
     """One record per feature whose output (or gradient) is given."""
     specs = request.features
-    records = np.zeros(len(specs), _FEATURE)
-    records["table"] = [spec.table for spec in specs]
-    records["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
+    if specs.cached is None:
+        fixed = np.zeros(len(specs), _FEATURE)
+        fixed["table"] = [spec.table for spec in specs]
+        fixed["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
+        strict = np.array([request.tables[spec.table].strict for spec in specs])
+        is_pooled = np.array([spec.pooling is not None for spec in specs])
+        specs.cached = (fixed, strict, is_pooled, np.array([spec.place for spec in specs], np.uint64))
+    fixed, strict, is_pooled, places = specs.cached
+    records: Record = fixed.copy()
     records["count"] = request.counts()
     records["bags"] = request.size
     starts = request.starts.astype(np.uint64)
-    own = np.array([request.tables[spec.table].strict for spec in specs])
     slots = request.ids if request.slots is None else request.slots
-    records["slots"] = np.where(own, np.uint64(request.ids.data_ptr()), np.uint64(slots.data_ptr())) + starts * 8
+    records["slots"] = np.where(strict, np.uint64(request.ids.data_ptr()), np.uint64(slots.data_ptr())) + starts * 8
     records["offsets"] = request.offsets.data_ptr() + request.index * (8 * request.size)
     if request.weights is not None:
         records["weights"] = np.uint64(request.weights.data_ptr()) + starts * 4
-    for record, spec in zip(records, specs):
-        values = pooled if spec.pooling is not None else sequences[spec.place]
-        if values is not None:
-            record["values"] = values.data_ptr() + (4 * spec.place if spec.pooling is not None else 0)
-            record["stride"] = values.stride(0)
-    used = np.array([(pooled if s.pooling is not None else sequences[s.place]) is not None for s in specs], dtype=bool)
+    used = ~is_pooled
+    if pooled is not None:
+        records["values"] = np.where(is_pooled, np.uint64(pooled.data_ptr()) + places * 4, 0)
+        records["stride"] = pooled.stride(0)
+        used |= is_pooled
+    for f in np.flatnonzero(~is_pooled):
+        part = sequences[specs[f].place]
+        used[f] = part is not None
+        if part is not None:
+            records["values"][f], records["stride"][f] = part.data_ptr(), part.stride(0)
     return records if used.all() else records[used]
 
 

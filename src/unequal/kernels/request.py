@@ -80,12 +80,18 @@ class FeatureSpec:
     """pooled: first column in the pooled output; unpooled: number of the sequence output"""
 
 
+class FeatureSpecs(tuple[FeatureSpec, ...]):
+    """All features of a module, in its order. `cached` is what a backend derived from them."""
+
+    cached: Any = None
+
+
 @dataclass(slots=True)
 class Request:
     """One step's lookups. Feature f reads positions [starts[f], ends[f]) and the offsets of place index[f] in the batch."""
 
     tables: Sequence[TableRows]
-    features: Sequence[FeatureSpec]
+    features: FeatureSpecs
     size: int
     index: Ints
     starts: Ints
