@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .processes import PEER_ENVIRONMENT, Worker, status
+from .processes import ENVIRONMENTS, Worker, status
 from .report import BenchmarkError, cell, spread
 from .workloads import FULL, small
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-NAMES = ("unequal", "fbgemm", "torchrec", "torch_sparse")
+NAMES = ("unequal", "fbgemm", "fbgemm_huge_pages", "torchrec", "torch_sparse")
+REFERENCES = ("fbgemm", "fbgemm_huge_pages")
 STEPS = 10
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 PAUSE = 0.02
@@ -90,19 +91,23 @@ def measure(workload: Path, threads: int, rounds: int) -> dict[str, Any]:
                 times[name].append(workers[name].ask(do="block", steps=STEPS))
             order = order[1:] + order[:1]
         for name, worker in workers.items():
-            result[name] |= summary(times[name], times["fbgemm"])
+            result[name] |= summary(times[name], {reference: times[reference] for reference in REFERENCES})
             result[name]["peak_memory_bytes"] = status(worker.process.pid, "VmHWM")
     return result
 
 
-def summary(blocks: list[dict[str, list[float]]], reference: list[dict[str, list[float]]]) -> dict[str, Any]:
+Blocks = list[dict[str, list[float]]]
+
+
+def summary(blocks: Blocks, references: dict[str, Blocks]) -> dict[str, Any]:
     """Milliseconds over all steps, and how many times faster than FBGEMM, from the medians of each round."""
     result: dict[str, Any] = {}
     for part in ("forward", "step"):
         result[f"{part}_ms"] = spread([seconds for block in blocks for seconds in block[part]], 1000)
-    for part in ("forward", "step"):
-        ratios = [float(np.median(theirs[part]) / np.median(mine[part])) for mine, theirs in zip(blocks, reference)]
-        result[f"{part}_times_fbgemm"] = spread(ratios)
+    for name, reference in references.items():
+        for part in ("forward", "step"):
+            ratios = [float(np.median(theirs[part]) / np.median(mine[part])) for mine, theirs in zip(blocks, reference)]
+            result[f"{part}_times_{name}"] = spread(ratios)
     return result
 
 
@@ -128,14 +133,23 @@ def run(quick: bool = False) -> dict[str, Any]:
                     }
                 )
             path.unlink()
-    return {"steps_per_block": STEPS, "peer_environment": PEER_ENVIRONMENT, "cases": cases}
+    return {"steps_per_block": STEPS, "environments": ENVIRONMENTS, "cases": cases}
 
 
 def table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     view = Table(title="embedding step: medians (quartiles)")
-    for heading in ("workload", "threads", "implementation", "forward ms", "step ms", "× FBGEMM", "peak GiB"):
+    for heading in (
+        "workload",
+        "threads",
+        "implementation",
+        "forward ms",
+        "step ms",
+        "× FBGEMM",
+        "× with 2 MiB pages",
+        "peak GiB",
+    ):
         view.add_column(heading, justify="left" if heading in ("workload", "implementation") else "right")
     for case in result["cases"]:
         for name, values in case["implementations"].items():
@@ -145,6 +159,7 @@ def table(result: dict[str, Any]) -> Table:
                 continue
             memory = f"{values['peak_memory_bytes'] / 2**30:.2f}"
             times = [cell(values["forward_ms"], 2), cell(values["step_ms"], 2), cell(values["step_times_fbgemm"], 2)]
+            times.append(cell(values["step_times_fbgemm_huge_pages"], 2))
             view.add_row(*cells, *times, memory)
         view.add_section()
     return view

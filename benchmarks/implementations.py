@@ -222,6 +222,7 @@ class TorchSparse(Implementation):
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "unequal": Unequal,
     "fbgemm": Fbgemm,
+    "fbgemm_huge_pages": Fbgemm,
     "torchrec": TorchRec,
     "torch_sparse": TorchSparse,
 }

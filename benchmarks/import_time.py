@@ -17,7 +17,7 @@ import json, time
 start = time.perf_counter()
 import torch
 middle = time.perf_counter()
-import unequal
+import unequal; unequal.Embeddings  # names are imported when first used
 print(json.dumps([middle - start, time.perf_counter() - middle]))
 """
 
@@ -30,7 +30,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=environment(peer=False, threads=1),
+            env=environment("import_time", threads=1),
         )
         if done.returncode:
             raise BenchmarkError(f"`import unequal` failed:\n{done.stderr.strip()[-2000:]}")

@@ -16,13 +16,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 OURS = ROOT / ".venv" / "bin" / "python"
 
-# What makes the peers fastest. Fresh pages for every output cost them up to half of a step, so their allocator keeps
-# what it frees; 2 MiB pages under their tables spare them most address translation misses.
-PEER_ENVIRONMENT = {
+KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**28),
-    "THP_MEM_ALLOC_ENABLE": "1",
+}
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# Fresh pages for every output cost the peers up to half of a step, so their allocator keeps what it frees. A switch of
+# torch that is off by default puts large tensors on 2 MiB pages; `unequal train` sets it for itself, and FBGEMM is measured
+# without and with it.
+ENVIRONMENTS = {
+    "unequal": HUGE_PAGES,
+    "fbgemm": KEEP_FREED_MEMORY,
+    "fbgemm_huge_pages": KEEP_FREED_MEMORY | HUGE_PAGES,
+    "torchrec": KEEP_FREED_MEMORY | HUGE_PAGES,
+    "torch_sparse": KEEP_FREED_MEMORY | HUGE_PAGES,
 }
 
 
@@ -34,12 +42,12 @@ def interpreter(peer: bool) -> Path:
     return path
 
 
-def environment(peer: bool, threads: int) -> dict[str, str]:
+def environment(name: str, threads: int) -> dict[str, str]:
     mine = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "OMP_", "GLIBC_"))
     }
     mine |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
-    return mine | PEER_ENVIRONMENT if peer else mine
+    return mine | ENVIRONMENTS.get(name, {})
 
 
 def status(pid: int, field: str) -> int:
@@ -65,7 +73,7 @@ class Worker:
             stderr=self.errors,
             text=True,
             cwd=ROOT,
-            env=environment(peer, threads),
+            env=environment(name, threads),
         )
 
     def read(self) -> dict[str, Any]:

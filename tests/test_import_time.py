@@ -9,7 +9,7 @@ SCRIPT = """
 import json, sys
 import torch, numpy
 before = set(sys.modules)
-import unequal
+import unequal; unequal.Embeddings  # names are imported when first used
 print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before})))
 """
 

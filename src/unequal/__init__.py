@@ -1,14 +1,42 @@
-"""unequal: embedding rows are not equal. Where a row lives, how wide it is and how warm it is kept are decided per row."""
+"""unequal: embedding rows are not equal. Where a row lives, how wide it is and how warm it is kept are decided per row.
 
-from .batch import Batch, Jagged
-from .embeddings import Embeddings, Output
-from .errors import CheckpointError, DataError, RecipeError, UserError
-from .optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
-from .schedule import Schedule
-from .tables import Feature, Table
+Names are imported when they are first used, so that commands which need no torch (`unequal --help`) do not wait for it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batch import Batch, Jagged
+    from .embeddings import Embeddings, Output
+    from .errors import CheckpointError, DataError, RecipeError, UserError
+    from .optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
+    from .schedule import Schedule
+    from .tables import Feature, Table
 
 __version__ = "0.1.0"
+_HOMES = {
+    "batch": ("Batch", "Jagged"),
+    "embeddings": ("Embeddings", "Output"),
+    "errors": ("CheckpointError", "DataError", "RecipeError", "UserError"),
+    "optim": ("LAMB", "LARS", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "RowWiseAdam"),
+    "schedule": ("Schedule",),
+    "tables": ("Feature", "Table"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Embeddings", "Feature", "Jagged",
     "Optimizer", "Output", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule", "Table", "UserError",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unequal' has no attribute '{name}'")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

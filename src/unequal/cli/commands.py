@@ -31,6 +31,9 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write in
 
 def main() -> None:
     """The entry point of the `unequal` command."""
+    # Torch's large tensors on 2 MiB pages, as the tables are: gradients are read at random places. Torch looks when it first
+    # allocates; who set it otherwise keeps that.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     app()
 
 
