@@ -188,6 +188,18 @@ def test_loading_other_tables_is_refused():
         uq.Embeddings({"target": uq.Feature(ITEM)}).load_state_dict(state)
 
 
+def test_table_names_may_hold_dots():
+    def named(*names):
+        return uq.Embeddings({name: uq.Feature(uq.Table(name, rows=3, dim=2)) for name in names}, seed=len(names))
+
+    saved = named("a", "a.b").state_dict()
+    restored = uq.Embeddings({n: uq.Feature(uq.Table(n, rows=3, dim=2)) for n in ("a", "a.b")}, seed=9)
+    restored.load_state_dict(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in restored.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"Unexpected.*a\.b\.weight"):
+        named("a").load_state_dict(saved)
+
+
 def test_weights_and_their_gradient():
     table = uq.Table("item", rows=20, dim=8, init_std=0.5)
     embeddings = uq.Embeddings({"a": uq.Feature(table), "b": uq.Feature(table, "mean")}, optimizer=uq.SGD(lr=0.0))

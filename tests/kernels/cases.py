@@ -37,7 +37,7 @@ def make_rows(rows, dim, *, dtype=torch.float32, optimizer=None, slab_log2=-1, s
 
 
 def make_request(tables, features, weights=False, seed=0):
-    """features: (table number, pooling, list of id lists). Slots are given as ids; tables that are not strict get them as slots."""
+    """features: (table number, pooling, list of id lists). The numbers are both ids and slots, whichever a table reads."""
     names = [f"f{i}" for i in range(len(features))]
     generator = torch.Generator().manual_seed(seed)
     batch = Batch.from_jagged({name: Jagged.from_lists(lists) for name, (_, _, lists) in zip(names, features)})

@@ -82,7 +82,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     """A slow round that hits both leaves the ratio as it is."""
     ours = [{"forward": [1.0], "step": [2.0]}, {"forward": [10.0], "step": [20.0]}]
     theirs = [{"forward": [3.0], "step": [8.0]}, {"forward": [30.0], "step": [80.0]}]
-    result = summary(ours, theirs)
+    result = summary(ours, {"fbgemm": theirs})
     assert result["step_times_fbgemm"] == {"median": 4.0, "low": 4.0, "high": 4.0, "samples": 2}
     assert result["forward_times_fbgemm"]["median"] == 3.0
     assert result["step_ms"]["median"] == 11_000

@@ -249,10 +249,12 @@ class Embeddings(nn.Module):
         # arguments: local metadata, strict, missing keys, unexpected keys, error messages
         strict, missing, unexpected, errors = arguments[-4:]
         for name, storage in self._storages.items():
-            start = f"{prefix}{name}."
-            parts = {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+            # By exact name: a table may be called "a.b" beside one called "a".
+            parts = {
+                part: state[f"{prefix}{name}.{part}"] for part in storage.parts if f"{prefix}{name}.{part}" in state
+            }
             if not parts:
-                missing.append(start + "weight")
+                missing.append(f"{prefix}{name}.weight")
                 continue
             try:
                 storage.load(parts)
@@ -263,9 +265,8 @@ class Embeddings(nn.Module):
         else:
             missing.append(f"{prefix}step")
         if strict:
-            known = tuple(f"{prefix}{name}." for name in self._storages)
-            own = [key for key in state if key.startswith(prefix) and key != f"{prefix}step"]
-            unexpected += [key for key in own if not key.startswith(known)]
+            known = {f"{prefix}{name}.{part}" for name, storage in self._storages.items() for part in storage.parts}
+            unexpected += [key for key in state if key.startswith(prefix) and key not in known | {f"{prefix}step"}]
 
     def extra_repr(self) -> str:
         tables = ", ".join(f"{t.name}[{t.rows if t.rows else 'unbounded'} × {t.dim}]" for t in self.tables.values())

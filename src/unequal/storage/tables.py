@@ -37,6 +37,11 @@ class Storage:
             slabs.append(zeros((count,) if per == "row" else (count, self.table.dim), torch.float32))
         self.rows.cached = None
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the tensors that `state` gives."""
+        return ("weight", *(name for name, _ in self.optimizer.state))
+
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         """The slot of every id; -1 where it has none. `insert`: unknown ids may get a row."""
         raise NotImplementedError
@@ -52,8 +57,7 @@ class Storage:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that must be saved, as plain tensors of `rows` rows."""
-        names = ["weight", *(name for name, _ in self.optimizer.state)]
-        return {name: self._joined(slabs) for name, slabs in zip(names, (self.rows.weights, *self.rows.states))}
+        return {name: self._joined(slabs) for name, slabs in zip(self.parts, (self.rows.weights, *self.rows.states))}
 
     def _joined(self, slabs: list[Tensor]) -> Tensor:
         return (
@@ -61,8 +65,7 @@ class Storage:
         )
 
     def _fill(self, state: dict[str, Tensor]) -> None:
-        names = ["weight", *(name for name, _ in self.optimizer.state)]
-        for name, slabs in zip(names, (self.rows.weights, *self.rows.states)):
+        for name, slabs in zip(self.parts, (self.rows.weights, *self.rows.states)):
             source = state.get(name)
             expected = (self.rows.rows, *slabs[0].shape[1:])
             if source is None or tuple(source.shape) != expected or source.dtype != slabs[0].dtype:
@@ -109,6 +112,10 @@ class HashedStorage(Storage):
         self.rows.strict = False
         self.shares_rare = table.admit_after > 1
         self._start()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*super().parts, "ids", "slots")
 
     def _start(self) -> None:
         self.rows.weights.clear()
