@@ -34,7 +34,7 @@ inline void by_optimizer(int64_t optimizer, Body&& body) {
 
 // Σ x², always in the same order: 16 running sums, then halves added to halves.
 template <int D>
-inline float sum_of_squares(const float* x, int64_t run_time_dim) {
+__attribute__((always_inline)) inline float sum_of_squares(const float* x, int64_t run_time_dim) {
   const int64_t dim = D ? D : run_time_dim;
   Lanes<16> sums{};
   int64_t j = 0;
@@ -49,7 +49,7 @@ inline float sum_of_squares(const float* x, int64_t run_time_dim) {
 
 // w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer.
 template <int D, int O>
-inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g) {
+__attribute__((always_inline)) inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g) {
   const int64_t dim = D ? D : t.dim;
   const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
   const float beta1 = float(t.beta1), beta2 = float(t.beta2);

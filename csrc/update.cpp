@@ -142,7 +142,7 @@ struct Step {
   }
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
   template <int D>
-  void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+  __attribute__((always_inline)) inline void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
     constexpr int W = kWidth<D>, N = D / W;
     const int64_t dim = D ? D : run.table->dim;
     if (run.plain) {
@@ -181,9 +181,13 @@ struct Step {
   }
 
   template <int D, int O>
-  void update_row(const Table& t, int64_t slot, float* sum) const {
+  __attribute__((always_inline)) inline void update_row(const Table& t, int64_t slot, float* sum) const {
     const Row row = locate<D, O>(t, slot);
     if (t.dtype == kFloat32) return apply<D, O>(t, static_cast<float*>(row.weights), row.state[0], row.state[1], sum);
+    update_narrow_row<D, O>(t, slot, row, sum);
+  }
+  template <int D, int O>
+  __attribute__((noinline)) void update_narrow_row(const Table& t, int64_t slot, const Row& row, float* sum) const {
     alignas(64) float wide[kMaxDim];
     const uint64_t key = row_key(t.rounding_key, slot);
     const auto narrow = [&](auto* stored) {
