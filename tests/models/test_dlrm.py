@@ -1,6 +1,6 @@
 import pytest
 import torch
-from model_cases import categorical_batch, plain_embeddings
+from tests.models.model_cases import categorical_batch, plain_embeddings
 
 from unequal import Embeddings, Feature, Table
 from unequal.errors import DataError, RecipeError

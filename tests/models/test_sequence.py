@@ -1,6 +1,6 @@
 import pytest
 import torch
-from model_cases import sequence_batch, sequence_embeddings
+from tests.models.model_cases import sequence_batch, sequence_embeddings
 
 from unequal import Batch, Embeddings, Feature, Jagged, Table
 from unequal.errors import RecipeError
