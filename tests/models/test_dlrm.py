@@ -1,7 +1,7 @@
 import pytest
 import torch
-from tests.models.model_cases import categorical_batch, plain_embeddings
 
+from tests.models.model_cases import categorical_batch, plain_embeddings
 from unequal import Embeddings, Feature, Table
 from unequal.errors import DataError, RecipeError
 from unequal.models import ModelConfig, build_model

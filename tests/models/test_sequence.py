@@ -1,7 +1,7 @@
 import pytest
 import torch
-from tests.models.model_cases import sequence_batch, sequence_embeddings
 
+from tests.models.model_cases import sequence_batch, sequence_embeddings
 from unequal import Batch, Embeddings, Feature, Jagged, Table
 from unequal.errors import RecipeError
 from unequal.models import ModelConfig, build_model
