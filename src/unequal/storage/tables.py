@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def table_key(name: str, seed: int) -> int:
     return mix64(mix64(seed) ^ zlib.crc32(name.encode()))
 
 
-class Storage:
+class Storage(ABC):
     """What dense and hashed tables share. `rows` is what the kernels see."""
 
     def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
@@ -42,9 +43,9 @@ class Storage:
         """The names of the tensors that `state` gives."""
         return ("weight", *(name for name, _ in self.optimizer.state))
 
+    @abstractmethod
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         """The slot of every id; -1 where it has none. `insert`: unknown ids may get a row."""
-        raise NotImplementedError
 
     def memory(self) -> dict[str, int]:
         """Bytes of live rows, of their optimizer state, and of the directory."""
