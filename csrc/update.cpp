@@ -13,8 +13,6 @@
 #include <new>
 #include <vector>
 
-#include <omp.h>
-
 #include "optimizers.h"
 
 namespace unequal {
