@@ -6,9 +6,9 @@ STAMP  := $(VENV)/installed
 NATIVE := src/unequal/kernels/libunequal.so
 PEERS  := .venv-peers
 
-.PHONY: help train test lint native bench peers clean
+.PHONY: help train test test-gpu lint native bench peers clean
 help:      ## what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
 $(STAMP): constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,11 @@ train: $(NATIVE)   ## train the default recipe on generated data
 
 test: $(NATIVE)    ## run all tests
 	$(BIN)/python -m pytest
+
+# Straight from the source tree with the Python that is there: machines with GPUs often come with a torch of their own and let
+# nothing be installed. PYTHON chooses another. Without a GPU the kernels run in Triton's interpreter and tests/gpu skips.
+test-gpu:          ## run the tests of what runs on a GPU
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/embeddings tests/gpu
 
 lint: $(NATIVE)    ## style and types
 	$(BIN)/ruff check .

@@ -1,9 +1,13 @@
 """Shared by all tests: real data where it is, a fixed thread count, and memory that is poisoned before it is given out."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 from .click_log import write_click_log
 

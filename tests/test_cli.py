@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from unequal.cli import app
@@ -39,12 +40,22 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNEQUAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("UNEQUAL_TRACEBACK", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same on every machine; tests/gpu is for GPUs
 
 
 def test_train_then_evaluate(clicks: Path, tmp_path: Path) -> None:
     trained = call("train", clicks, "--set", "run.folder=run", "--set", "run.seed=3", "--json", "report.json")
     assert trained.exit_code == 0, trained.output
-    for words in ("AUC", "normalized entropy", "log loss", "calibration", "samples/s", "embedding memory", "run: run"):
+    for words in (
+        "AUC",
+        "normalized entropy",
+        "log loss",
+        "calibration",
+        "samples/s",
+        "embedding memory",
+        "device",
+        "run: run",
+    ):
         assert words in trained.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) >= KEYS and report["seed"] == 3 and report["steps"] == 44
@@ -125,7 +136,21 @@ def test_mistakes_in_a_recipe(clicks: Path) -> None:
     clicks.write_text("[data\n")
     assert "not valid TOML" in failure("train", clicks) and "line 1" in failure("train", clicks)
     assert "expected a recipe file or --resume RUN" in failure("train")
-    assert "expected cpu, got 'tpu'" in failure("train", "default", "--device", "tpu")
+
+
+def test_devices(clicks: Path, tmp_path: Path) -> None:
+    assert "expected auto (a GPU where there is one), cpu, cuda or cuda:N such as cuda:0, got 'tpu'" in failure(
+        "train", "default", "--device", "tpu"
+    )
+    assert "--device cuda: expected a GPU" in failure("train", clicks, "--device", "cuda")
+    few = ("--set", "run.folder=run", "--set", "run.steps=2")
+    trained = call("train", clicks, *few, "--device", "cpu", "--json", "report.json")
+    assert trained.exit_code == 0 and "peak device memory" not in trained.output
+    assert any("device" in line and "cpu" in line for line in trained.output.splitlines())
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["device"] == "cpu" and report["peak_device_memory_bytes"] is None
+    assert "--device cuda:3: expected a GPU" in failure("evaluate", "run", "--device", "cuda:3")
+    assert call("evaluate", "run", "--device", "cpu").exit_code == 0
 
 
 def test_broken_files(clicks: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from .errors import DataError, nearest
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+Ints = npt.NDArray[np.int64]
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -91,6 +96,7 @@ class Batch:
     sample_weights: Tensor | None = None
     """float32 [size]: how much each sample counts in the loss and the metrics"""
     _offsets: Tensor | None = field(default=None, repr=False)
+    _bounds: Ints | None = field(default=None, repr=False, init=False)
 
     @classmethod
     def from_jagged(cls, features: Mapping[str, Jagged | Tensor], **rest: Tensor | None) -> Batch:
@@ -107,15 +113,20 @@ class Batch:
         weights = None
         if any(part.weights is not None for part in parts.values()):
             weights = torch.cat(
-                [torch.ones(p.values.numel()) if p.weights is None else p.weights for p in parts.values()]
+                [
+                    torch.ones(p.values.numel(), device=p.values.device) if p.weights is None else p.weights
+                    for p in parts.values()
+                ]
             )
-        return cls(
+        batch = cls(
             tuple(parts),
             torch.cat([part.values for part in parts.values()]),
             torch.cat([part.lengths for part in parts.values()]),
             weights,
             **rest,
         )
+        batch._bounds = np.cumsum([0, *(part.values.numel() for part in parts.values())])
+        return batch
 
     @classmethod
     def from_torchrec(cls, features: KeyedJaggedTensor, **rest: Tensor | None) -> Batch:
@@ -144,17 +155,25 @@ class Batch:
             self._offsets = offsets_of(self.lengths)
         return self._offsets
 
+    @property
+    def bounds(self) -> Ints:
+        """On the host: where each feature's ids begin, and where the last one's end. A batch that was moved to a GPU brings
+        them along; for one that was made there, the first use waits for the device."""
+        if self._bounds is None:
+            count = len(self.features)
+            self._bounds = self.offsets[:: self.size].cpu().numpy() if self.size else np.zeros(count + 1, np.int64)
+        return self._bounds
+
     def __getitem__(self, feature: str) -> Jagged:
         if feature not in self.features:
             raise DataError(f"the batch has no feature '{feature}'; {nearest(feature, self.features)}")
         index, size = self.features.index(feature), self.size
-        first, last = self.offsets[index * size], self.offsets[(index + 1) * size]
-        span = slice(int(first), int(last))
+        first, last = int(self.bounds[index]), int(self.bounds[index + 1])
+        span = slice(first, last)
         return Jagged(
             self.ids[span],
             self.lengths[index * size : (index + 1) * size],
             None if self.weights is None else self.weights[span],
-            self.offsets[index * size : (index + 1) * size + 1] - first,
         )
 
     def check(self) -> Batch:
@@ -178,6 +197,10 @@ class Batch:
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """On another device. From the CPU it is checked first: there a GPU's kernels can no longer say what is wrong with it."""
+        if self.ids.device.type == "cpu":
+            self.check()
+
         def move(part: Tensor | None) -> Tensor | None:
             return None if part is None else part.to(device, non_blocking=non_blocking)
 
@@ -185,4 +208,6 @@ class Batch:
             name: move(getattr(self, name)) for name in ("weights", "dense", "labels", "sample_weights", "_offsets")
         }
         ids, lengths = (part.to(device, non_blocking=non_blocking) for part in (self.ids, self.lengths))
-        return Batch(self.features, ids, lengths, **moved)
+        batch = Batch(self.features, ids, lengths, **moved)
+        batch._bounds = self.bounds
+        return batch

@@ -1,6 +1,7 @@
 """Builds requests for the kernels from plain lists, and says which backends there are."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,12 +12,114 @@ from unequal.kernels import native, reference
 from unequal.kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows, slab_rows
 from unequal.optim import RowWiseAdagrad
 
-FAST = []
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def moved(rows, device):
+    to = lambda slabs: [slab.to(device) for slab in slabs]  # noqa: E731
+    return dataclasses.replace(rows, weights=to(rows.weights), states=[to(slabs) for slabs in rows.states], cached=None)
+
+
+class TritonBackend:
+    """The Triton kernels behind the same calls on tensors of the host: on a GPU they are taken there and the results back;
+    without one the kernels run in Triton's interpreter."""
+
+    def __init__(self):
+        from unequal.kernels import triton
+
+        self._kernels = triton
+        self.unique = self._on_device(triton.unique)
+        self.round_rows = self._on_device(triton.round_rows)
+
+    def _on_device(self, function):
+        def call(*arguments):
+            arguments = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in arguments]
+            result = function(*arguments)
+            return result.cpu() if isinstance(result, torch.Tensor) else tuple(part.cpu() for part in result)
+
+        return call
+
+    def _request(self, request):
+        parts = {name: getattr(request, name) for name in ("ids", "slots", "offsets", "weights")}
+        return dataclasses.replace(
+            request,
+            tables=[moved(rows, DEVICE) for rows in request.tables],
+            features=FeatureSpecs(request.features),
+            **{name: None if part is None else part.to(DEVICE) for name, part in parts.items()},
+        )
+
+    def lookup(self, request, pooled, sequences):
+        there = None if pooled is None else pooled.to(DEVICE), [part.to(DEVICE) for part in sequences]
+        wrong = self._kernels.lookup(self._request(request), *there)
+        for part, result in zip((pooled, *sequences), (there[0], *there[1])):
+            if part is not None:
+                part.copy_(result)
+        return wrong
+
+    def update(self, request, pooled, sequences, *, lr_factor, step):
+        there = self._request(request)
+        self._kernels.update(
+            there,
+            None if pooled is None else pooled.to(DEVICE),
+            [None if part is None else part.to(DEVICE) for part in sequences],
+            lr_factor=lr_factor,
+            step=step,
+        )
+        for rows, result in zip(request.tables, there.tables):
+            copy_back(rows, result)
+
+    def initialize(self, rows, ids, first, count, std):
+        there = moved(rows, DEVICE)
+        self._kernels.initialize(there, None if ids is None else ids.to(DEVICE), first, count, std)
+        copy_back(rows, there)
+
+    def HashDirectory(self, *arguments, **named):
+        return HostDirectory(self._kernels.HashDirectory(*arguments, **named, device=DEVICE))
+
+
+class HostDirectory:
+    """A directory on the device that is given and gives tensors of the host."""
+
+    def __init__(self, directory):
+        self._directory = directory
+
+    def __getattr__(self, name):
+        part = getattr(self._directory, name)
+        if not callable(part):
+            return part
+
+        def call(*arguments, **named):
+            arguments = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in arguments]
+            result = part(*arguments, **named)
+            if isinstance(result, tuple):
+                return tuple(value.cpu() for value in result)
+            return result.cpu() if isinstance(result, torch.Tensor) else result
+
+        return call
+
+
+def copy_back(rows, result):
+    for slabs, results in zip((rows.weights, *rows.states), (result.weights, *result.states)):
+        for slab, new in zip(slabs, results):
+            slab.copy_(new)
+
+
+THREADED = []
 if native.library() is not None:
     from unequal.kernels import cpu
 
-    FAST.append(pytest.param(cpu, id="cpu"))
+    THREADED.append(pytest.param(cpu, id="cpu"))
+FAST = [*THREADED, pytest.param(TritonBackend(), id="triton")]
 BACKENDS = [pytest.param(reference, id="reference"), *FAST]
+
+
+def sized(backend, full, small):
+    """How much work a test does: Triton's interpreter takes about a millisecond per operation of a program."""
+    return small if isinstance(backend, TritonBackend) and DEVICE == "cpu" else full
+
+
+EXAMPLES = 60
+"""of a property test: on a GPU each new row width and optimizer is compiled first, without one the interpreter is slow"""
 
 
 def make_rows(rows, dim, *, dtype=torch.float32, optimizer=None, slab_log2=-1, seed=0, strict=True):
@@ -47,14 +150,11 @@ def make_request(tables, features, weights=False, seed=0):
         specs.append(FeatureSpec(name, table, pooling, dim, sequence if pooling is None else column))
         column, sequence = column + dim * (pooling is not None), sequence + (pooling is None)
     index = np.arange(len(features))
-    bounds = batch.offsets.numpy()
     return Request(
         tables,
         FeatureSpecs(specs),
         batch.size,
         index,
-        bounds[index * batch.size],
-        bounds[(index + 1) * batch.size],
         batch.ids,
         batch.ids.clone(),
         batch.offsets,

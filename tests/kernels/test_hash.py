@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import BACKENDS, FAST
+from tests.kernels.cases import BACKENDS, EXAMPLES, FAST, THREADED
 from unequal.kernels import reference
 
 IDS = st.one_of(st.integers(0, 15), st.integers(-(2**63), 2**63 - 1))
@@ -33,7 +33,7 @@ def test_admission(backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(batches=BATCHES, admit_after=st.integers(1, 4), again=st.booleans())
 def test_agrees_with_reference(backend, batches, admit_after, again):
     one, other = backend.HashDirectory(admit_after, 1), reference.HashDirectory(admit_after, 1)
@@ -49,7 +49,7 @@ def test_agrees_with_reference(backend, batches, admit_after, again):
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", THREADED)
 def test_growth_and_threads(backend):
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(-(2**62), 2**62, (30_000,), generator=generator) for _ in range(3)]

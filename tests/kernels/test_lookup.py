@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import BACKENDS, FAST, make_request, make_rows, outputs_for
+from tests.kernels.cases import BACKENDS, EXAMPLES, FAST, THREADED, make_request, make_rows, outputs_for
 from unequal.kernels import reference
 from unequal.kernels.request import FeatureSpecs
 
@@ -53,7 +53,7 @@ def requests(draw):
 
 
 @pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(request=requests())
 def test_agrees_with_reference(backend, request):
     wrong, pooled, sequences = run(backend, request)
@@ -84,7 +84,7 @@ def test_missing_rows_read_as_zeros(backend):
     assert torch.equal(sequence, torch.stack([torch.zeros(16), full[3]]))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", THREADED)
 def test_same_bits_for_any_number_of_threads(backend):
     generator = torch.Generator().manual_seed(1)
     tables = [make_rows(1000, 64), make_rows(50, 20)]

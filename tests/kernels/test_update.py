@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import BACKENDS, FAST, clone_tables, make_request, make_rows, random_gradients
+from tests.kernels.cases import (
+    BACKENDS,
+    EXAMPLES,
+    FAST,
+    THREADED,
+    clone_tables,
+    make_request,
+    make_rows,
+    random_gradients,
+    sized,
+)
 from unequal.kernels import reference
 from unequal.optim import LAMB, LARS, OPTIMIZERS, SGD, Adam, RowWiseAdagrad
 
@@ -71,7 +81,7 @@ def requests(draw):
 
 
 @pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(request=requests(), seed=st.integers(0, 5))
 def test_agrees_with_reference(backend, request, seed):
     gradients = random_gradients(request, seed)
@@ -87,7 +97,7 @@ def test_every_optimizer_on_many_lookups(backend, optimizer, dim):
     tables = [make_rows(3000, dim, optimizer=optimizer), make_rows(3, dim, optimizer=optimizer, seed=1)]
     lists = lambda rows: [  # noqa: E731
         (torch.rand(int(n), generator=generator) ** 4 * rows).long().tolist()
-        for n in torch.randint(0, 12, (700,), generator=generator)
+        for n in torch.randint(0, 12, (sized(backend, 700, 40),), generator=generator)
     ]
     features = [(0, "sum", lists(3000)), (0, "mean", lists(3000)), (0, None, lists(3000)), (1, "sum", lists(3))]
     request = make_request(tables, features, weights=True)
@@ -109,7 +119,7 @@ def test_narrow_tables(backend, dtype, optimizer):
     assert_tables_close(run(backend, request, gradients, 3), run(reference, request, gradients, 3))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", THREADED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_same_bits_for_any_number_of_threads(backend, optimizer, dtype):
@@ -141,7 +151,7 @@ def test_same_bits_for_any_number_of_threads(backend, optimizer, dtype):
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_a_row_repeated_100_000_times(backend, optimizer):
     rows = make_rows(3, 16, optimizer=optimizer)
-    request = make_request([rows], [(0, None, [[1] * 100_000])])
+    request = make_request([rows], [(0, None, [[1] * sized(backend, 100_000, 3_000)])])
     gradients = random_gradients(request)
     first, second = run(backend, request, gradients), run(backend, request, gradients)
     assert torch.equal(first[0].weights[0], second[0].weights[0])

@@ -4,7 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unequal import Jagged
-from unequal.models.encoder import TargetAttention, TransformerEncoder, padded_at_the_front
+from unequal.batch import offsets_of
+from unequal.models.encoder import (
+    TargetAttention,
+    TransformerEncoder,
+    padded_at_the_front,
+    spread,
+    sum_by_segment,
+    sums,
+    without_the_rest,
+)
 
 LISTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
@@ -107,3 +116,26 @@ def test_gradients_of_encoders_against_differences():
 
         inputs = (torch.randn(5, 4).double().requires_grad_(), torch.randn(3, 4).double().requires_grad_())
         assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_what_gpus_use_instead_gives_the_same():
+    torch.manual_seed(0)
+    lists = Jagged(torch.randn(37, 6, requires_grad=True), torch.tensor([0, 5, 1, 0, 20, 11, 0]))
+    owner = torch.repeat_interleave(lists.lengths)
+    expected = torch.zeros(7, 6).index_add(0, owner, lists.values)
+    assert torch.equal(sum_by_segment(lists.values, lists.offsets), expected)
+
+    padded, _ = padded_at_the_front(lists, 4)
+    (gradient,) = torch.autograd.grad(padded.square().sum(), lists.values)
+    place = lists.offsets[1:].index_select(0, owner) - 1 - torch.arange(37)
+    other = without_the_rest(lists.values, owner * 4 + 3 - place, place < 4, 28)
+    assert torch.equal(other.view(7, 4, 6), padded)
+    assert torch.equal(torch.autograd.grad(other.square().sum(), lists.values)[0], gradient)
+
+
+def test_lists_of_their_own_gradients():
+    lengths = torch.tensor([2, 0, 3])
+    owner, offsets = torch.repeat_interleave(lengths), offsets_of(lengths)
+    of_samples, of_places = (torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (3, 5))
+    assert torch.autograd.gradcheck(lambda x: spread(x, owner, offsets), of_samples)
+    assert torch.autograd.gradcheck(lambda x: sums(x, owner, offsets), of_places)

@@ -140,7 +140,7 @@ else:
     checkpoint._put_in_place = lambda partial, place, whole=checkpoint._put_in_place: (
         kill() if place.name.endswith(step) else whole(partial, place)
     )
-trainer.train(load_recipe(recipe, settings), progress=False)
+trainer.train(load_recipe(recipe, settings), progress=False, device="cpu")
 """
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import __version__
 from ..errors import UserError
 from .errors import ask_for_traceback, one_line_errors
 from .show import counting, show_report, show_summary
@@ -25,6 +25,12 @@ importers = typer.Typer(help="Turns a public data set into Parquet with a ready 
 app.add_typer(importers, name="import")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
+Where = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N."
+    ),
+]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="The raw file or the folder that holds it.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write into.")]
 
@@ -39,7 +45,7 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"unequal {installed_version('unequal')}")
+        print(f"unequal {__version__}")
         raise typer.Exit
 
 
@@ -69,7 +75,7 @@ def train(
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run in this folder.")
     ] = None,
     json: Json = None,
-    device: Annotated[str, typer.Option("--device", help="Where to train.")] = "cpu",
+    device: Where = "auto",
 ) -> None:
     """Train a recipe and score it on its test part."""
     with one_line_errors():
@@ -101,6 +107,7 @@ def evaluate(
         typer.Option("--part", help="Which part to score [default: test, or all rows of DATA]."),
     ] = None,
     json: Json = None,
+    device: Where = "auto",
 ) -> None:
     """Score a finished run, on its own test part or on other data."""
     with one_line_errors():
@@ -115,7 +122,7 @@ def evaluate(
             recipe = replace(recipe, data=replace(recipe.data, files=(os.path.abspath(pattern),), generate=None))
             if part is None:  # all rows are scored, so the data need not hold the column the training was split by
                 recipe = replace(recipe, data=replace(recipe.data, split=SplitConfig()))
-        report = evaluate_run(recipe, run, part=part or ("test" if data is None else "all"))
+        report = evaluate_run(recipe, run, part=part or ("test" if data is None else "all"), device=device)
         show_report(report)
         _write(json, report.to_json())
 

@@ -41,6 +41,9 @@ def show_report(report: Report) -> None:
     for kind, amount in report.embedding_bytes.items():
         table.add_row(f"  {kind}", size(amount))
     table.add_row("peak memory", size(report.peak_memory_bytes))
+    if report.peak_device_memory_bytes is not None:
+        table.add_row("peak device memory", size(report.peak_device_memory_bytes))
+    table.add_row("device", report.device)
     console = Console()
     console.print(table)
     for part, causes in report.dropped.items():

@@ -17,7 +17,17 @@ from ..optim import Optimizer, RowWiseAdagrad
 from ..schedule import Schedule
 from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
+from ..storage.tables import capturing
 from ..tables import Feature, Table
+from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
+
+
+def _exact(device: torch.device | str) -> torch.device:
+    """With its number: 'cuda' and 'cuda:0' are the same device, but do not compare equal."""
+    device = torch.device(device)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    )
 
 
 class Output(Mapping[str, Tensor | Jagged]):
@@ -43,7 +53,7 @@ class Output(Mapping[str, Tensor | Jagged]):
             raise UserError(f"the output has no feature '{feature}'; {nearest(feature, self._specs)}")
         if spec.pooling is None:
             ids = self._batch[feature]
-            return Jagged(self._sequences[spec.place], ids.lengths, ids.weights, ids.offsets)
+            return Jagged(self._sequences[spec.place], ids.lengths, ids.weights)
         if self._parts is None:
             # One split for all features: its backward joins their gradients in one copy.
             pooled = {name: spec for name, spec in self._specs.items() if spec.pooling is not None}
@@ -71,6 +81,8 @@ class Embeddings(nn.Module):
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
         seed: int = 0,
+        device: torch.device | str = "cpu",
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if not features:
@@ -79,25 +91,88 @@ class Embeddings(nn.Module):
         self.optimizer = RowWiseAdagrad() if optimizer is None else optimizer
         self.schedule = schedule
         self.seed = seed
-        self.step = 0
+        self.device = _exact(device)
+        if output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise RecipeError("Embeddings output_dtype", "torch.float32, float16 or bfloat16", output_dtype)
+        self.output_dtype = output_dtype
+        self._step = 0
         self.tables: dict[str, Table] = {}
         for feature in self.features.values():
             known = self.tables.setdefault(feature.table.name, feature.table)
             if known != feature.table:
                 raise RecipeError(f"table '{known.name}'", "one definition", f"two: {known} and {feature.table}")
-        self._kernels = backend("cpu")
-        self._storages: dict[str, Storage] = {
-            name: make_storage(table, table.optimizer or self.optimizer, seed, self._kernels)
-            for name, table in self.tables.items()
-        }
+        self._kernels = backend(self.device)
+        self._storages = self._make_storages()
+        self._side = DeviceSide(self.device, len(self.features)) if self._kernels.on_device else None
         self._specs = self._lay_out()
         self._spec_list = FeatureSpecs(self._specs.values())
         self._columns = sum(spec.dim for spec in self._specs.values() if spec.pooling is not None)
+        self._listed = any(spec.pooling is None for spec in self._specs.values())
+        self._hashed = any(table.rows is None for table in self.tables.values())
+        self._rows = [storage.rows for storage in self._storages.values()]
         self._outputs = OutputPool()
         # Autograd calls backward only for a graph that ends in something that wants a gradient.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._known_order: tuple[str, ...] = ()
         self._index = np.empty(0, np.int64)
+
+    def _make_storages(self) -> dict[str, Storage]:
+        optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        sizes = {name: (table, bytes_of(table, optimizers[name])) for name, table in self.tables.items()}
+        try:
+            return {
+                name: make_storage(table, optimizers[name], self.seed, self._kernels, self.device)
+                for name, table in self.tables.items()
+            }
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.device, sizes, "while the tables were made") from None
+
+    @property
+    def step(self) -> int:
+        """Updates done. After a step was captured in a CUDA graph, reading it waits for the device."""
+        if self._side is not None and self._side.captured:
+            self._step = int(self._side.clock[0])
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._side is not None:
+            self._side.set_step(step)
+
+    def before_replay(self) -> None:
+        """To be called before a captured step is replayed where a schedule changes the learning rate: graphs hold it fixed."""
+        assert self._side is not None, "only a module on a GPU can be captured"
+        if self.schedule is not None:
+            self._side.set_factor(self.schedule(self.step))
+
+    def check(self) -> None:
+        """Raises where a table was asked for an id that it does not hold. On a GPU this waits for the device; without it, such
+        an id is noticed some steps later. It reads as zeros and updates nothing."""
+        if self._side is not None:
+            self._refuse_noted(wait=True)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Embeddings:
+        """Follows .to(device), .cuda() and .cpu() with its tables; their dtype is theirs alone."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = _exact(fn(torch.zeros(0, device=self.device)).device)
+        if device != self.device:
+            kernels = backend(device)
+            step = self.step
+            try:
+                for storage in self._storages.values():
+                    storage.move(kernels, device)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(device, self._sizes(), "while the tables were moved there") from None
+            self.device, self._kernels = device, kernels
+            self._side = DeviceSide(device, len(self.features)) if kernels.on_device else None
+            self._anchor = torch.zeros(0, device=device, requires_grad=True)
+            self._spec_list = FeatureSpecs(self._specs.values())
+            self.step = step
+        return self
+
+    def _sizes(self) -> dict[str, tuple[Table, int]]:
+        return {name: (storage.table, sum(storage.memory().values())) for name, storage in self._storages.items()}
 
     def _lay_out(self) -> dict[str, FeatureSpec]:
         numbers = {name: number for number, name in enumerate(self.tables)}
@@ -134,49 +209,46 @@ class Embeddings(nn.Module):
                 )
             self._index = np.array([batch.features.index(name) for name in self.features], np.int64)
             self._known_order = batch.features
-        size = batch.size
-        if (
-            batch.ids.dtype != torch.int64
-            or int(batch.offsets[-1]) != batch.ids.numel()
-            or not batch.ids.is_contiguous()
-        ):
+        if batch.ids.device != self.device:
+            raise DataError(
+                f"the batch is on '{batch.ids.device}', the tables are on '{self.device}'",
+                remedy=f"move the batch with batch.to('{self.device}')",
+            )
+        if batch.ids.dtype != torch.int64 or not batch.ids.is_contiguous():
             batch.check()
             raise DataError("ids must be one contiguous int64 tensor; call .contiguous() on it")
-        if batch.lengths.numel() and int(batch.lengths.min()) < 0:
-            batch.check()
         weights = batch.weights
         if weights is not None and (weights.dtype != torch.float32 or not weights.is_contiguous()):
             weights = weights.float().contiguous()
         if weights is not None and weights.numel() != batch.ids.numel():
             batch.check()
-        bounds = batch.offsets.numpy()
+        if self._side is None:
+            lengths = batch.lengths
+            if int(batch.offsets[-1]) != batch.ids.numel() or (lengths.numel() and int(lengths.min()) < 0):
+                batch.check()
+        listed = self._side is None or self._listed
         request = Request(
-            [storage.rows for storage in self._storages.values()],
-            self._spec_list,
-            size,
-            self._index,
-            bounds[self._index * size],
-            bounds[(self._index + 1) * size],
-            batch.ids,
-            None,
-            batch.offsets,
-            weights,
-        )
-        self._locate(request, insert)
+            self._rows, self._spec_list, batch.size, self._index, batch.ids, None, batch.offsets, weights,
+            batch.bounds if listed else None,
+        )  # fmt: skip
+        if self._hashed:
+            self._locate(request, insert)
         return request
 
     def _locate(self, request: Request, insert: bool) -> None:
         """Resolves ids to slots for the tables where the two differ."""
+        # The kernels for GPUs read slots only, so that they hold the ids of the other tables, too.
+        request.slots = request.ids.clone() if self._side is not None else torch.empty_like(request.ids)
         for f, spec in enumerate(request.features):
             storage = self._storages[self.features[spec.name].table.name]
             if storage.rows.strict:
                 continue
-            if request.slots is None:
-                request.slots = torch.empty_like(request.ids)
             span = slice(int(request.starts[f]), int(request.ends[f]))
             request.slots[span] = storage.locate(request.ids[span], insert)
 
     def _look_up(self, request: Request) -> tuple[Tensor, ...]:
+        if self._side is not None:
+            return self._look_up_on_device(request, self._side)
         counts = request.counts()
         pooled = self._outputs.take(request.size, self._columns) if self._columns else None
         sequences = [
@@ -187,7 +259,40 @@ class Embeddings(nn.Module):
         wrong = self._kernels.lookup(request, pooled, sequences)
         if wrong >= 0:
             self._refuse(request, wrong)
-        return (pooled, *sequences) if pooled is not None else tuple(sequences)
+        outputs = (pooled, *sequences) if pooled is not None else tuple(sequences)
+        if self.output_dtype != torch.float32:
+            outputs = tuple(part.to(self.output_dtype) for part in outputs)
+        return outputs
+
+    def _look_up_on_device(self, request: Request, side: DeviceSide) -> tuple[Tensor, ...]:
+        """Sequence outputs lie one after the other, so that one kernel can reach them all from one address."""
+        kind: dict[str, Any] = {"dtype": self.output_dtype, "device": self.device}
+        try:
+            pooled = torch.empty(request.size, self._columns, **kind) if self._columns else None
+            sequences: tuple[Tensor, ...] = ()
+            if self._listed:
+                counts = request.counts()
+                shapes = [(int(counts[f]), spec.dim) for f, spec in enumerate(request.features) if spec.pooling is None]
+                joined = torch.empty(sum(rows * dim for rows, dim in shapes), **kind)
+                parts = torch.split(joined, [rows * dim for rows, dim in shapes])
+                sequences = tuple(part.view(shape) for part, shape in zip(parts, shapes))
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.device, self._sizes(), "while a batch was looked up") from None
+        self._kernels.lookup(request, pooled, sequences, side.wrong)
+        self._refuse_noted(wait=False)
+        return sequences if pooled is None else (pooled, *sequences)
+
+    def _refuse_noted(self, wait: bool) -> None:
+        assert self._side is not None
+        noted = self._side.wrong_id(wait)
+        if noted is not None:
+            feature, id_ = noted
+            spec = self._spec_list[feature]
+            table = self.features[spec.name].table
+            raise DataError(
+                f"feature '{spec.name}' of a batch in the last {CHECK_EVERY * 2} or since the last check: id {id_} is not in "
+                f"[0, {table.rows}) of table '{table.name}'; give the table more rows, or none for unbounded ids"
+            )
 
     def _refuse(self, request: Request, position: int) -> None:
         counts = request.counts()
@@ -202,9 +307,21 @@ class Embeddings(nn.Module):
         )
 
     def _update(self, request: Request, pooled: Tensor | None, sequences: list[Tensor | None]) -> None:
-        factor = 1.0 if self.schedule is None else self.schedule(self.step)
-        self._kernels.update(request, pooled, sequences, lr_factor=factor, step=self.step)
-        self.step += 1
+        side, captures = self._side, capturing(self.device)
+        # A captured step does not run now, and its factor must not be fixed: before_replay sets it.
+        factor = 1.0 if self.schedule is None or captures else self.schedule(self.step)
+        if side is None:
+            self._kernels.update(request, pooled, sequences, lr_factor=factor, step=self._step)
+        else:
+            if captures:
+                side.captured = True
+            else:
+                side.set_factor(factor)
+            try:
+                self._kernels.update(request, pooled, sequences, clock=side.clock)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(self.device, self._sizes(), "while rows were updated") from None
+        self._step += not captures
 
     def _weight_gradients(self, request: Request, pooled: Tensor | None) -> Tensor | None:
         """Gradients of the per-id weights: each id's row times its bag's gradient. Rows are read before they change."""
@@ -217,10 +334,10 @@ class Embeddings(nn.Module):
                 continue
             span = slice(int(request.starts[f]), int(request.ends[f]))
             alone = FeatureSpec(spec.name, spec.table, None, spec.dim, 0)
-            rows = torch.empty(int(request.counts()[f]), spec.dim)
+            rows = torch.empty(int(request.counts()[f]), spec.dim, device=self.device)
             part = Request(
-                request.tables, FeatureSpecs([alone]), request.size, request.index[f : f + 1], request.starts[f : f + 1],
-                request.ends[f : f + 1], request.ids, request.slots, request.offsets,
+                request.tables, FeatureSpecs([alone]), request.size, request.index[f : f + 1], request.ids, request.slots,
+                request.offsets, bounds=request.bounds,
             )  # fmt: skip
             self._kernels.lookup(part, None, [rows])
             lengths = request.offsets_of(f).diff()
@@ -237,7 +354,7 @@ class Embeddings(nn.Module):
 
     def rows(self) -> dict[str, int]:
         """Live rows of each table."""
-        return {name: storage.rows.rows for name, storage in self._storages.items()}
+        return {name: storage.live for name, storage in self._storages.items()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, storage in self._storages.items():

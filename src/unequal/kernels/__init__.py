@@ -1,4 +1,4 @@
-"""Kernels behind one contract: `reference` (torch, short, obviously right), `cpu` (C++). A backend is a module with
+"""Kernels behind one contract: `reference` (torch, short, obviously right), `cpu` (C++), `triton` (GPU). A backend has
 
 lookup(request, pooled, sequences)         fills the outputs; gives the first wrong position or -1
 update(request, pooled, sequences, ...)    sums gradients per row and applies the optimizer, in place
@@ -6,6 +6,9 @@ initialize(rows, ids, first, count, std)   fresh rows
 round_rows(values, slots, dtype, key)      stochastic rounding
 unique(ids)                                distinct ids, inverse, counts
 HashDirectory(...)                         id → slot for unbounded ids
+
+Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
+directory's `insert_padded`.
 """
 
 import os
@@ -31,6 +34,11 @@ class Backend:
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     HashDirectory: Callable[..., Any]
 
+    @property
+    def on_device(self) -> bool:
+        """Whether sizes that depend on the data stay on the device, so that a step waits for nothing."""
+        return self.name == "triton"
+
 
 def _from_module(name: str, module: ModuleType) -> Backend:
     return Backend(
@@ -39,13 +47,22 @@ def _from_module(name: str, module: ModuleType) -> Backend:
 
 
 def backend(device: torch.device | str = "cpu") -> Backend:
-    """The kernels for a device. UNEQUAL_KERNELS=reference asks for the reference ones."""
+    """The kernels for a device. UNEQUAL_KERNELS asks for others on the CPU: reference, or triton in Triton's interpreter."""
     device = torch.device(device)
+    asked = os.environ.get("UNEQUAL_KERNELS", "")
+    if device.type == "cuda" or asked == "triton":
+        try:
+            from . import triton
+        except ImportError as error:
+            raise UserError(
+                f"tables on device '{device}' need Triton: {error}; install it with `pip install triton`"
+            ) from error
+        return _from_module("triton", triton)
     if device.type != "cpu":
-        raise UserError(f"tables on device '{device}': expected 'cpu'; move the module to the CPU")
+        raise UserError(f"tables on device '{device}': expected 'cpu' or 'cuda'")
     from . import native, reference
 
-    if os.environ.get("UNEQUAL_KERNELS") == "reference" or native.library() is None:
+    if asked == "reference" or native.library() is None:
         return _from_module("reference", reference)
     from . import cpu
 

@@ -94,13 +94,39 @@ class Request:
     features: FeatureSpecs
     size: int
     index: Ints
-    starts: Ints
-    ends: Ints
     ids: Tensor
     slots: Tensor | None
-    """like ids, filled for the features of tables whose slots are not their ids"""
+    """like ids, but for the features of tables whose slots are not their ids"""
     offsets: Tensor
     weights: Tensor | None = None
+    bounds: Ints | None = None
+    """where each of the batch's features begins and the last one ends; read from the offsets where it is not given"""
+    _spans: tuple[Ints, Ints] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def batch_features(self) -> int:
+        """How many features the batch has; the module may read only some of them."""
+        return (self.offsets.numel() - 1) // self.size if self.size else int(self.index.max(initial=0)) + 1
+
+    @property
+    def starts(self) -> Ints:
+        return self._find_spans()[0]
+
+    @property
+    def ends(self) -> Ints:
+        return self._find_spans()[1]
+
+    def _find_spans(self) -> tuple[Ints, Ints]:
+        """On a GPU this waits for the device where the bounds were not given."""
+        if self._spans is None:
+            if self.bounds is None:
+                self.bounds = (
+                    self.offsets[:: self.size].cpu().numpy()
+                    if self.size
+                    else np.zeros(self.batch_features + 1, np.int64)
+                )
+            self._spans = self.bounds[self.index], self.bounds[self.index + 1]
+        return self._spans
 
     def slots_of(self, f: int) -> Tensor:
         source = self.ids if self.slots is None or self.tables[self.features[f].table].strict else self.slots

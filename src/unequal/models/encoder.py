@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,15 +26,16 @@ class TargetAttention(nn.Module):
 
     def forward(self, history: Jagged, target: Tensor) -> Tensor:
         past, query = history.values, self.project(target)
-        samples, owner = query.shape[0], _owners(history)
+        owner, offsets = _owners(history), history.offsets
         # W·[h, q⊙h, q−h] = (W₁−W₃)h + W₂(q⊙h) + W₃q: the last term once per sample, and nothing is concatenated.
         of_past, of_product, of_difference = torch.split(self.inner.weight, past.shape[1], 1)
         inner = nn.functional.linear(past, of_past - of_difference)
-        inner = inner + nn.functional.linear(query.index_select(0, owner) * past, of_product)
-        inner = inner + nn.functional.linear(query, of_difference, self.inner.bias).index_select(0, owner)
-        scores = self.outer(self.activation(inner)).squeeze(1)
-        weights = _softmax_of_lists(scores, owner, samples)
-        return past.new_zeros(samples, past.shape[1]).index_add(0, owner, weights.unsqueeze(1) * past)
+        inner = inner + nn.functional.linear(spread(query, owner, offsets) * past, of_product)
+        of_query = nn.functional.linear(query, of_difference, self.inner.bias)
+        inner = inner + spread(of_query, owner, offsets)
+        scores = self.outer(self.activation(inner))
+        weights = _softmax_of_lists(scores, owner, offsets)
+        return sums(weights * past, owner, offsets)
 
 
 class TransformerEncoder(nn.Module):
@@ -95,17 +98,29 @@ class _Layer(nn.Module):
 def padded_at_the_front(lists: Jagged, longest: int) -> tuple[Tensor, Tensor]:
     """[samples, length, dim] with each list's newest values at the end, and where values are; length ≤ `longest`."""
     values, samples = lists.values, lists.lengths.numel()
+    # On a GPU this waits for the device, once a step; always padding to `longest` would cost more for short lists.
     real = int(lists.lengths.max()) if samples else 0
     length = min(real, longest)
     owner = _owners(lists)
     place = lists.offsets[1:].index_select(0, owner) - 1 - torch.arange(values.shape[0], device=values.device)
-    if real > length:
+    cut, on_cpu = real > length, values.device.type == "cpu"
+    if cut and on_cpu:
         kept = (place < length).nonzero().squeeze(1)
         values, owner, place = (part.index_select(0, kept) for part in (values, owner, place))
-    padded = values.new_zeros(samples * length, values.shape[1])
-    padded = padded.index_copy(0, owner * length + (length - 1 - place), values)
+    target = owner * length + (length - 1 - place)
+    if cut and not on_cpu:
+        padded = without_the_rest(values, target, place < length, samples * length)
+    else:
+        padded = values.new_zeros(samples * length, values.shape[1]).index_copy(0, target, values)
     present = torch.arange(length, device=values.device) >= length - lists.lengths.unsqueeze(1)
     return padded.view(samples, length, values.shape[1]), present
+
+
+def without_the_rest(values: Tensor, target: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """[rows, dim] with the kept values at their targets. How many these are need not be known: the others go to a row
+    that is cut off."""
+    target = torch.where(kept, target, rows)
+    return values.new_zeros(rows + 1, values.shape[1]).index_copy(0, target, values)[:-1]
 
 
 def _owners(lists: Jagged) -> Tensor:
@@ -113,10 +128,58 @@ def _owners(lists: Jagged) -> Tensor:
     return torch.repeat_interleave(lists.lengths.long(), output_size=lists.values.shape[0])
 
 
-def _softmax_of_lists(scores: Tensor, owner: Tensor, samples: int) -> Tensor:
-    top = scores.new_full((samples,), -torch.inf).scatter_reduce(0, owner, scores.detach(), "amax")
+def spread(values: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+    """values [samples, n] → for each place in the lists its sample's row."""
+    return _Spread.apply(values, owner, offsets)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sums(values: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+    """values [places in the lists, n] → for each sample the sum over its list."""
+    return _Sum.apply(values, owner, offsets)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(owner, offsets)
+        return values.index_select(0, owner)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_of_lists(gradient, *ctx.saved_tensors), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(owner)
+        return _sum_of_lists(values, owner, offsets)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (owner,) = ctx.saved_tensors
+        return gradient.index_select(0, owner), None, None
+
+
+def _sum_of_lists(values: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+    """[samples, n]. In the order of the lists on every device: a GPU's index_add would add in another order each time."""
+    if values.device.type == "cpu" or not values.shape[0]:
+        return values.new_zeros(offsets.numel() - 1, values.shape[1]).index_add(0, owner, values)
+    return sum_by_segment(values, offsets)
+
+
+def sum_by_segment(values: Tensor, offsets: Tensor) -> Tensor:
+    return torch.segment_reduce(values.contiguous(), "sum", offsets=offsets, axis=0, unsafe=True)
+
+
+def _softmax_of_lists(scores: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+    """scores [places in the lists, 1]"""
+    top = scores.new_full((offsets.numel() - 1,), -torch.inf)
+    top = top.scatter_reduce(0, owner, scores.detach().squeeze(1), "amax").unsqueeze(1)
     grown = torch.exp(scores - top.index_select(0, owner))
-    return grown / grown.new_zeros(samples).index_add(0, owner, grown).index_select(0, owner)
+    return grown / spread(sums(grown, owner, offsets), owner, offsets)
 
 
 def _projection(size: int, dim: int) -> nn.Module:

@@ -26,8 +26,10 @@ def _mapping(size: int) -> Any:
     return whole[start : start + size]
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor. Large ones take resident memory only where they are touched."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A zeroed tensor. On the CPU, large ones take resident memory only where they are touched."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     count = int(np.prod(shape, dtype=np.int64))
     size = count * dtype.itemsize
     if size < 2 * HUGE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +27,18 @@ def table_key(name: str, seed: int) -> int:
 class Storage(ABC):
     """What dense and hashed tables share. `rows` is what the kernels see."""
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> None:
         self.table = table
         self.optimizer = optimizer
         self.kernels = kernels
+        self.device = device
         self.rows = TableRows([], [[] for _ in optimizer.state], 0, optimizer, key=table_key(table.name, seed))
 
     def _add_slab(self, count: int) -> None:
-        self.rows.weights.append(zeros((count, self.table.dim), self.table.dtype))
+        self.rows.weights.append(zeros((count, self.table.dim), self.table.dtype, self.device))
         for slabs, (_, per) in zip(self.rows.states, self.optimizer.state):
-            slabs.append(zeros((count,) if per == "row" else (count, self.table.dim), torch.float32))
+            shape = (count,) if per == "row" else (count, self.table.dim)
+            slabs.append(zeros(shape, torch.float32, self.device))
         self.rows.cached = None
 
     @property
@@ -47,9 +50,14 @@ class Storage(ABC):
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         """The slot of every id; -1 where it has none. `insert`: unknown ids may get a row."""
 
+    @property
+    def live(self) -> int:
+        """How many rows are in use."""
+        return self.rows.rows
+
     def memory(self) -> dict[str, int]:
         """Bytes of live rows, of their optimizer state, and of the directory."""
-        rows = self.rows.rows
+        rows = self.live
         return {
             "weights": rows * self.table.dim * self.table.dtype.itemsize,
             "optimizer": rows * self.optimizer.state_bytes_per_row(self.table.dim),
@@ -61,14 +69,12 @@ class Storage(ABC):
         return {name: self._joined(slabs) for name, slabs in zip(self.parts, (self.rows.weights, *self.rows.states))}
 
     def _joined(self, slabs: list[Tensor]) -> Tensor:
-        return (
-            slabs[0] if len(slabs) == 1 and slabs[0].shape[0] == self.rows.rows else torch.cat(slabs)[: self.rows.rows]
-        )
+        return slabs[0] if len(slabs) == 1 and slabs[0].shape[0] == self.live else torch.cat(slabs)[: self.live]
 
     def _fill(self, state: dict[str, Tensor]) -> None:
         for name, slabs in zip(self.parts, (self.rows.weights, *self.rows.states)):
             source = state.get(name)
-            expected = (self.rows.rows, *slabs[0].shape[1:])
+            expected = (self.live, *slabs[0].shape[1:])
             if source is None or tuple(source.shape) != expected or source.dtype != slabs[0].dtype:
                 came = "nothing" if source is None else f"{tuple(source.shape)} {source.dtype}"
                 raise CheckpointError(
@@ -84,12 +90,20 @@ class Storage(ABC):
     def load(self, state: dict[str, Tensor]) -> None:
         self._fill(state)
 
+    def move(self, kernels: Backend, device: torch.device) -> None:
+        """To another device, with everything it holds."""
+        self.kernels, self.device = kernels, device
+        for slabs in (self.rows.weights, *self.rows.states):
+            for k, slab in enumerate(slabs):
+                slabs[k] = zeros(tuple(slab.shape), slab.dtype, device).copy_(slab)
+        self.rows.cached = None
+
 
 class DenseStorage(Storage):
     """Ids in [0, rows): an id is its own slot, by arithmetic alone."""
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
-        super().__init__(table, optimizer, seed, kernels)
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> None:
+        super().__init__(table, optimizer, seed, kernels, device)
         assert table.rows is not None
         self._add_slab(table.rows)
         self.rows.rows = table.rows
@@ -106,8 +120,8 @@ class HashedStorage(Storage):
 
     FIRST_SLAB_BYTES = 64 << 10
 
-    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> None:
-        super().__init__(table, optimizer, seed, kernels)
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> None:
+        super().__init__(table, optimizer, seed, kernels, device)
         row_bytes = table.dim * table.dtype.itemsize
         self.rows.slab_log2 = max(4, (self.FIRST_SLAB_BYTES // row_bytes).bit_length() - 1)
         self.rows.strict = False
@@ -123,10 +137,22 @@ class HashedStorage(Storage):
         for slabs in self.rows.states:
             slabs.clear()
         self.rows.rows = 0
-        self.directory = self.kernels.HashDirectory(self.table.admit_after, first_slot=int(self.shares_rare))
-        self._grow(int(self.shares_rare))
+        first_slot = int(self.shares_rare)
+        self.directory = self._make_directory(first_slot)
+        self._grow(first_slot)
         if self.shares_rare:
-            self.kernels.initialize(self.rows, torch.tensor([-1]), RARE_SLOT, 1, self.table.init_std)
+            rare_id = torch.tensor([-1], device=self.device)
+            self.kernels.initialize(self.rows, rare_id, RARE_SLOT, 1, self.table.init_std)
+
+    def _make_directory(self, first_slot: int) -> Any:
+        if self.kernels.on_device:
+            return self.kernels.HashDirectory(self.table.admit_after, first_slot, device=self.device)
+        return self.kernels.HashDirectory(self.table.admit_after, first_slot)
+
+    @property
+    def live(self) -> int:
+        """Where the directory is on a GPU this waits for it."""
+        return int(self.directory.next_slot)
 
     def _grow(self, rows: int) -> None:
         capacity = sum(slab.shape[0] for slab in self.rows.weights)
@@ -134,13 +160,16 @@ class HashedStorage(Storage):
             count = slab_rows(self.rows.slab_log2, len(self.rows.weights))
             self._add_slab(count)
             capacity += count
-        self.rows.rows = rows
+        # On a GPU the host does not know how many rows there are, only that they all have room.
+        self.rows.rows = capacity if self.kernels.on_device else rows
 
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         otherwise = RARE_SLOT if self.shares_rare else -1
         if not insert:
             found: Tensor = self.directory.find(ids, otherwise)
             return found
+        if self.kernels.on_device:
+            return self._insert_on_device(ids, otherwise)
         slots: Tensor
         slots, admitted = self.directory.insert(ids, otherwise)
         if admitted.numel():
@@ -148,6 +177,23 @@ class HashedStorage(Storage):
             self._grow(self.directory.next_slot)
             self.kernels.initialize(self.rows, admitted, first, admitted.numel(), self.table.init_std)
         return slots
+
+    def _insert_on_device(self, ids: Tensor, otherwise: int) -> Tensor:
+        """Waits for the device only where the rows might not be enough: the bound on their number counts every id as new."""
+        slots: Tensor
+        slots, admitted, number, first = self.directory.insert_padded(ids, otherwise)
+        if self.directory.slot_bound > self.rows.rows and not capturing(self.device):
+            self.directory.refresh()
+            self._grow(self.directory.slot_bound)
+        self.kernels.initialize(self.rows, admitted, first, number, self.table.init_std)
+        return slots
+
+    def move(self, kernels: Backend, device: torch.device) -> None:
+        entries, next_slot = self.directory.entries(), self.live
+        super().move(kernels, device)
+        self.directory = self._make_directory(int(self.shares_rare))
+        self.directory.restore(*(part.to(device) for part in entries), next_slot)
+        self._grow(next_slot)
 
     def memory(self) -> dict[str, int]:
         return {**super().memory(), "directory": self.directory.bytes}
@@ -165,10 +211,15 @@ class HashedStorage(Storage):
         rows = state["weight"].shape[0]
         self._start()
         self._grow(rows)
+        self.directory.restore(state["ids"].to(self.device), state["slots"].to(self.device), rows)
         self._fill(state)
-        self.directory.restore(state["ids"], state["slots"], rows)
 
 
-def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend) -> Storage:
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> Storage:
     kind = HashedStorage if table.rows is None else DenseStorage
-    return kind(table, optimizer, seed, kernels)
+    return kind(table, optimizer, seed, kernels, device)

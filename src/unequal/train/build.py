@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from ..embeddings import Embeddings
 from ..schedule import Schedule
 from ..tables import DTYPES, Feature, Table
 from .config import OptimizerConfig, Recipe, TableConfig
+
+HOW = ("fused", "foreach", "capturable")
+"""The options of torch's optimizers that choose an implementation."""
 
 
 def build_tables(recipe: Recipe) -> dict[str, Feature]:
@@ -37,24 +40,39 @@ def build_tables(recipe: Recipe) -> dict[str, Feature]:
     return features
 
 
-def build_embeddings(recipe: Recipe, schedule: Schedule | None = None) -> Embeddings:
+def build_embeddings(
+    recipe: Recipe, schedule: Schedule | None = None, device: torch.device | str = "cpu"
+) -> Embeddings:
     """The embedding module of the recipe. The schedule is given apart: its end may depend on the length of the run."""
     return Embeddings(
         build_tables(recipe),
         optimizer=recipe.optimizer.build_tables(),
         schedule=schedule,
         seed=recipe.run.seed,
+        device=device,
     )
 
 
 def build_dense_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """On a GPU, Adam updates all parameters in one kernel; elsewhere torch chooses how."""
+    parameters = list(parameters)
     kinds: dict[str, Any] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
     }
-    optimizer: torch.optim.Optimizer = kinds[config.dense](
-        list(parameters), lr=config.dense_lr, weight_decay=config.dense_weight_decay
-    )
+    options: dict[str, Any] = {"lr": config.dense_lr, "weight_decay": config.dense_weight_decay}
+    if config.dense in ("adam", "adamw") and all(parameter.device.type == "cuda" for parameter in parameters):
+        options["fused"] = True
+    optimizer: torch.optim.Optimizer = kinds[config.dense](parameters, **options)
     return optimizer
+
+
+def load_dense_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Gives the optimizer a saved state. How it computes stays its own: that belongs to the device, not to the state."""
+    groups = [
+        {**saved, **{name: own[name] for name in HOW if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": groups})

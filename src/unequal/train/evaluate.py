@@ -11,16 +11,27 @@ from ..embeddings import Embeddings
 from ..errors import CheckpointError, DataError
 from . import checkpoint
 from .config import Recipe
+from .device import Device
 from .run import CHECKPOINTS, Report, peak_memory_bytes
 from .session import Score, load_weights, make_model, open_data, score, scoring_reader
 
 TRUTH_TEST_SHARE = 0.2
 """truth.json knows two sets of rows: all of them, and this last share by time."""
+OUT_OF_MEMORY = "lower run.evaluation_batch_size in the run's recipe.toml, or choose --device cpu"
 METRICS = ("auc", "normalized_entropy", "log_loss", "calibration")
 
 
-def evaluate_run(recipe: Recipe, folder: Path, *, part: Part = "test") -> Report:
-    """Scores a run's result: the best evaluation's weights where the recipe says so, else the last ones."""
+def evaluate_run(recipe: Recipe, folder: Path, *, part: Part = "test", device: str = "auto") -> Report:
+    """Scores a run's result: the best evaluation's weights where the recipe says so, else the last ones.
+
+    `device`: cpu, cuda, cuda:N, or auto for a GPU where there is one; not necessarily the one that trained the run.
+    """
+    place = Device(device)
+    with place.explained(OUT_OF_MEMORY):
+        return _evaluate(recipe, folder, part, place)
+
+
+def _evaluate(recipe: Recipe, folder: Path, part: Part, device: Device) -> Report:
     newest = checkpoint.latest(folder / CHECKPOINTS)
     if newest is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet; train it further with --resume {folder}")
@@ -30,18 +41,19 @@ def evaluate_run(recipe: Recipe, folder: Path, *, part: Part = "test") -> Report
         if best_step not in (None, saved.step):
             saved = checkpoint.load(checkpoint.path_of(folder / CHECKPOINTS, best_step))
     data = open_data(recipe)
-    model, embeddings = make_model(recipe)
+    model, embeddings = make_model(recipe, device.torch)
     load_weights(model, saved)
     statistics = {name: (mean, deviation) for name, (mean, deviation) in saved.other["reader"]["statistics"].items()}
     reader = scoring_reader(recipe, data, part, statistics)
     if not reader.rows:
         raise DataError(f"the {part} part has no rows", remedy="choose another with --part, or change data.split")
-    scored = score(model, reader, recipe.data.labels)
+    scored = score(model, reader, recipe.data.labels, device)
     return make_report(
         recipe,
         data,
         folder,
         embeddings,
+        device,
         part,
         scored,
         readers=(reader,),
@@ -57,6 +69,7 @@ def make_report(
     data: Dataset,
     folder: Path,
     embeddings: Embeddings,
+    device: Device,
     part: str | None,
     scored: Score | None,
     *,
@@ -83,6 +96,8 @@ def make_report(
         ceiling=ceiling(recipe, data, part),
         run=str(folder),
         recipe_hash=recipe.hash(),
+        device=device.name,
+        peak_device_memory_bytes=device.peak_memory_bytes,
     )
 
 

@@ -100,19 +100,19 @@ def restore_optimizer(
     optimizer.load_state_dict(content)
 
 
-def random_state() -> dict[str, Any]:
-    """The state of Python's and torch's generators, for `save`."""
+def random_state(device: torch.device | None = None) -> dict[str, Any]:
+    """The state of Python's and torch's generators, for `save`; that of the GPU too where the run is on one."""
     version, words, spare = random.getstate()
     state = {"python": [version, torch.tensor(words), spare], "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Puts the generators back to a state `random_state` gave."""
+def set_random_state(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Puts the generators back to a state `random_state` gave, the GPU's where there is one and one was saved."""
     version, words, spare = state["python"]
     random.setstate((version, tuple(words.tolist()), spare))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if "cuda" in state and device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

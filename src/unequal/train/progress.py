@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
 LINE_SECONDS = 10.0
+BAR_SECONDS = 0.5
 
 
 class Progress:
     """Says nothing; also what the other two have in common."""
+
+    interval = math.inf
+    """Seconds after which it may want something new. Where a look at the loss waits for a GPU, there is none sooner."""
 
     def __enter__(self) -> Progress:
         return self
@@ -33,6 +38,8 @@ class Progress:
 
 class Lines(Progress):
     """A line every few seconds: for logs and pipes."""
+
+    interval = LINE_SECONDS / 10
 
     def __init__(self) -> None:
         self._total, self._last = 0, 0.0
@@ -58,6 +65,8 @@ class Lines(Progress):
 
 class Bar(Progress):
     """rich's progress bar, with loss, speed and the time left."""
+
+    interval = BAR_SECONDS
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

@@ -28,6 +28,7 @@ class Report:
     log_loss: float | None
     calibration: float | None
     samples_per_second: float
+    """Of training, or of scoring a finished run; without a GPU's first training step, which compiles kernels."""
     steps: int
     seed: int
     peak_memory_bytes: int
@@ -47,6 +48,10 @@ class Report:
     """Of generated data: what the true probabilities themselves reach."""
     run: str
     recipe_hash: str
+    device: str
+    """cpu, or the GPU's name."""
+    peak_device_memory_bytes: int | None
+    """The most that tensors took on the GPU; None on the CPU."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

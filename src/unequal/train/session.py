@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..batch import Batch
 from ..data.config import GenerateConfig
 from ..data.dataset import Dataset
 from ..data.reader import Part, Reader
@@ -21,7 +23,11 @@ from ..schedule import Schedule
 from .build import build_embeddings, build_tables
 from .checkpoint import Checkpoint
 from .config import Recipe
+from .device import Device
 from .metrics import Metrics
+
+BATCHES_AHEAD = 8
+"""How far a GPU may be ahead of the metrics, which are computed on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +80,16 @@ def scoring_reader(recipe: Recipe, data: Dataset, part: Part, statistics: Statis
     return Reader(data, part=part, batch_size=run.evaluation_batch_size, workers=run.workers, statistics=statistics)
 
 
-def make_model(recipe: Recipe, schedule: Schedule | None = None) -> tuple[nn.Module, Embeddings]:
-    """The recipe's model with fresh weights, which depend on the recipe and its seed alone."""
+def make_model(recipe: Recipe, device: torch.device, schedule: Schedule | None = None) -> tuple[nn.Module, Embeddings]:
+    """The recipe's model with fresh weights, which depend on the recipe and its seed alone.
+
+    The dense part is made on the CPU and moved, the tables are made where they stay: they may be too large for both.
+    """
     torch.manual_seed(recipe.run.seed)
-    embeddings = build_embeddings(recipe, schedule)
+    embeddings = build_embeddings(recipe, schedule, device)
     data = recipe.data
     model = build_model(recipe.model, embeddings, dense_features=len(data.dense), tasks=len(data.labels))
-    return model, embeddings
+    return model.to(device), embeddings
 
 
 def load_weights(model: nn.Module, saved: Checkpoint) -> None:
@@ -92,13 +101,27 @@ def load_weights(model: nn.Module, saved: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def score(model: nn.Module, reader: Reader, tasks: tuple[str, ...]) -> Score:
+def score(model: nn.Module, reader: Reader, tasks: tuple[str, ...], device: Device) -> Score:
     """Metrics of all the reader's samples. The model is left in the mode it was in; nothing in it changes."""
     training, metrics, samples, started = model.training, Metrics(tasks), 0, time.perf_counter()
+    ahead = BATCHES_AHEAD if device.deferred else 0
+    on_their_way: deque[tuple[Callable[[], Tensor], Batch]] = deque()
+
+    def count_oldest() -> None:
+        logits, batch = on_their_way.popleft()
+        assert batch.labels is not None
+        metrics.update(logits(), batch.labels, batch.sample_weights)
+
     model.eval()
     for batch in reader:
-        assert batch.labels is not None
-        metrics.update(model(batch), batch.labels, batch.sample_weights)
+        on_their_way.append((device.fetch(model(device.move(batch))), batch))
         samples += batch.size
+        if len(on_their_way) > ahead:
+            count_oldest()
+    while on_their_way:
+        count_oldest()
     model.train(training)
+    for module in model.modules():
+        if isinstance(module, Embeddings):
+            module.check()
     return Score(metrics.compute(), samples, time.perf_counter() - started)

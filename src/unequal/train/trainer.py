@@ -14,12 +14,15 @@ from torch.nn import functional
 from ..batch import Batch
 from ..errors import UserError
 from . import checkpoint
-from .build import build_dense_optimizer
+from .build import build_dense_optimizer, load_dense_optimizer
 from .config import Recipe
+from .device import Device
 from .evaluate import make_report
 from .progress import Progress, progress_for
 from .run import CHECKPOINTS, RECIPE, REPORT, Report, RunLog, create_run_folder, write_json
 from .session import load_weights, make_model, open_data, score, scoring_reader, training_reader
+
+OUT_OF_MEMORY = "lower run.batch_size or run.evaluation_batch_size, make the model smaller, or choose --device cpu"
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class Position:
     samples: int = 0
     seconds: float = 0.0
     """Spent training, over all processes the run took; evaluations and checkpoints do not count."""
+    untimed_samples: int = 0
+    """Those of first steps on a GPU: there kernels are compiled, which `seconds` does not count."""
     loss_sum: float = 0.0
     loss_count: int = 0
     """Steps since the last line of the log."""
@@ -42,15 +47,21 @@ class Position:
     metrics_bytes: int = 0
     """Length of metrics.jsonl at this point: a resumed run cuts the file here."""
 
+    @property
+    def samples_per_second(self) -> float:
+        return (self.samples - self.untimed_samples) / self.seconds if self.seconds else 0.0
 
-def train(recipe: Recipe, *, resume: Path | None = None, progress: bool = True, device: str = "cpu") -> Report:
-    """Trains the recipe into a fresh run folder, or goes on with the run in `resume`, and scores the test part."""
-    if device != "cpu":
-        raise UserError(f"--device: expected cpu, got '{device}'; training runs on the CPU")
+
+def train(recipe: Recipe, *, resume: Path | None = None, progress: bool = True, device: str = "auto") -> Report:
+    """Trains the recipe into a fresh run folder, or goes on with the run in `resume`, and scores the test part.
+
+    `device`: cpu, cuda, cuda:N, or auto for a GPU where there is one. A run may be resumed on another.
+    """
+    place = Device(device)
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    with progress_for(progress) as shown:
-        trainer = Trainer(recipe, resume, shown)
+    with progress_for(progress) as shown, place.explained(OUT_OF_MEMORY):
+        trainer = Trainer(recipe, resume, shown, place)
         try:
             trainer.fit()
         except KeyboardInterrupt:
@@ -63,7 +74,7 @@ def train(recipe: Recipe, *, resume: Path | None = None, progress: bool = True, 
 class Trainer:
     """A run in progress: model, readers, optimizer, and where it stands."""
 
-    def __init__(self, recipe: Recipe, resume: Path | None, shown: Progress) -> None:
+    def __init__(self, recipe: Recipe, resume: Path | None, shown: Progress, device: Device) -> None:
         self.data = open_data(recipe, shown.say)
         self.reader = training_reader(recipe, self.data)
         self.validation = scoring_reader(recipe, self.data, "validation", self.reader.statistics)
@@ -77,16 +88,22 @@ class Trainer:
                 "run.early_stop: expected a validation part, got none; set data.split.validation, or 0 here"
             )
 
-        self.model, self.embeddings = make_model(self.recipe, self.schedule)
+        self.device = device
+        if device.is_gpu:
+            shown.say(f"training on {device.name} ({device.torch})")
+        self.model, self.embeddings = make_model(self.recipe, device.torch, self.schedule)
         self.optimizer = build_dense_optimizer(recipe.optimizer, self.model.parameters())
         self.at, self.shown = Position(), shown
         self.saved: Position | None = None
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device.torch)
+        """Where losses are read now and then only: their sum since the last line of the log."""
         if resume is None:
             self.folder = create_run_folder(recipe)
             self.recipe = replace(self.recipe, run=replace(recipe.run, folder=str(self.folder)))
         else:
             self.folder = resume
             self._resume()
+        self.settled_step, self.warm = self.at.step, False
         (self.folder / RECIPE).write_text(self.recipe.to_toml(), encoding="utf-8")
 
     def fit(self) -> None:
@@ -94,7 +111,7 @@ class Trainer:
         run, at = self.recipe.run, self.at
         self.shown.start(self.total_steps, at.step)
         with RunLog(self.folder, at.metrics_bytes, at.step) as self.log:
-            self.clock = time.perf_counter()
+            self.clock = self.shown_at = time.perf_counter()
             while at.epoch < run.epochs and not self._over():
                 for batch in self.reader:
                     self._step(batch)
@@ -128,10 +145,11 @@ class Trainer:
             self.data,
             self.folder,
             self.embeddings,
+            self.device,
             None if scored is None else scored.part,
-            None if scored is None else score(self.model, scored, self.recipe.data.labels),
+            None if scored is None else score(self.model, scored, self.recipe.data.labels, self.device),
             readers=(self.reader, self.validation, test),
-            samples_per_second=at.samples / at.seconds if at.seconds else 0.0,
+            samples_per_second=at.samples_per_second,
             seconds=at.seconds,
             steps=at.step,
             best_step=best_step,
@@ -149,29 +167,62 @@ class Trainer:
         rate = self.recipe.optimizer.dense_lr * self.schedule(at.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        size, batch = batch.size, self.device.move(batch)
         loss = weighted_loss(self.model(batch), batch)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise UserError(self._diverged(f"the loss of step {at.step + 1:,} is {value}"))
+        if not self.device.deferred:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise UserError(self._diverged(f"the loss of step {at.step + 1:,} is {value}"))
+            at.loss_sum += value
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-        at.step, at.samples = at.step + 1, at.samples + batch.size
-        at.loss_sum, at.loss_count = at.loss_sum + value, at.loss_count + 1
+        at.step, at.samples, at.loss_count = at.step + 1, at.samples + size, at.loss_count + 1
+        if self.device.deferred:
+            self.loss_sum += loss.detach()
+            if not self.warm:
+                self.device.synchronize()
+                self.warm, self.clock, at.untimed_samples = True, time.perf_counter(), at.untimed_samples + size
+            due = time.perf_counter() - self.shown_at >= self.shown.interval
+            if not due and at.step != self.total_steps:
+                return
+            self._settle()
+        else:
+            self._tick()
+        self.shown_at = self.clock
+        self.shown.update(at.step, at.loss_sum / at.loss_count, at.samples_per_second)
+
+    def _tick(self) -> None:
         now = time.perf_counter()
-        at.seconds, self.clock = at.seconds + now - self.clock, now
-        self.shown.update(at.step, at.loss_sum / at.loss_count, at.samples / at.seconds)
+        self.at.seconds, self.clock = self.at.seconds + now - self.clock, now
+
+    def _settle(self) -> None:
+        """Where steps do not wait for the device: waits for it now, and finds out how the last ones went."""
+        at, first = self.at, self.settled_step + 1
+        if not self.device.deferred or first > at.step:
+            return
+        at.loss_sum = self.loss_sum.item()
+        self.device.synchronize()
+        self._tick()
+        self.embeddings.check()
+        if not math.isfinite(at.loss_sum):
+            alone = f"the loss of step {at.step:,} is"
+            when = f"between steps {first:,} and {at.step:,} the loss became" if first < at.step else alone
+            raise UserError(self._diverged(f"{when} {at.loss_sum}"))
+        self.settled_step = at.step
 
     def _log(self) -> None:
         at = self.at
+        self._settle()
         values = {
             "loss": at.loss_sum / at.loss_count,
             "learning_rate_factor": self.schedule(at.step - 1),
             "samples": at.samples,
-            "samples_per_second": at.samples / at.seconds,
+            "samples_per_second": at.samples_per_second,
         }
         at.loss_sum, at.loss_count = 0.0, 0
+        self.loss_sum.zero_()
         self.log.write("train", at.step, at.epoch, values)
 
     def _evaluate(self) -> None:
@@ -179,7 +230,8 @@ class Trainer:
         at = self.at
         if not self.validation.rows or at.evaluated_step == at.step:
             return
-        result = score(self.model, self.validation, self.recipe.data.labels)
+        self._settle()
+        result = score(self.model, self.validation, self.recipe.data.labels, self.device)
         at.evaluated_step = at.step
         at.evaluations_since_best += 1
         value = result.value
@@ -196,6 +248,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         at, folder = self.at, self.folder / CHECKPOINTS
+        self._settle()
         at.metrics_bytes = self.log.position()
         if at == self.saved:
             return
@@ -207,7 +260,7 @@ class Trainer:
             "position": asdict(at),
             "reader": self.reader.state(),
             "optimizer": self.optimizer.state_dict(),
-            "random": checkpoint.random_state(),
+            "random": checkpoint.random_state(self.device.torch),
             "recipe_hash": self.recipe.hash(),
         }
         checkpoint.save(folder, at.step, state, other)
@@ -222,10 +275,11 @@ class Trainer:
             return
         saved = checkpoint.load(newest)
         load_weights(self.model, saved)
-        self.optimizer.load_state_dict(saved.other["optimizer"])
+        load_dense_optimizer(self.optimizer, saved.other["optimizer"])
         self.reader.restore(saved.other["reader"])
-        checkpoint.set_random_state(saved.other["random"])
+        checkpoint.set_random_state(saved.other["random"], self.device.torch)
         self.at = Position(**saved.other["position"])
+        self.loss_sum.fill_(self.at.loss_sum)
         self.saved = replace(self.at)
         self.shown.say(f"resumed {self.folder} at step {self.at.step:,}")
 

@@ -1,0 +1,38 @@
+"""Launching a kernel again without looking at all its arguments again: of the time a step takes the host, most went there."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import triton
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all start on 16-byte borders. Triton compiles other code where one does not."""
+    return all(part is None or part.data_ptr() % 16 == 0 for part in tensors)
+
+
+def launch(
+    compiled: dict[Hashable, Any],
+    key: Hashable,
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...] = (),
+    *,
+    warps: int = 1,
+) -> None:
+    """`compiled` keeps what Triton made, by the kernel and `key`, which must tell apart everything that Triton makes different
+    code for: the constants, which arguments are None, dtypes, alignments, numbers beyond 32 bits. Numbers that change from step
+    to step are not to be specialised on."""
+    if not programs:
+        return
+    known = compiled.get((kernel.__name__, key))
+    if known is not None:
+        known[programs, 1, 1](*arguments, *constants)
+        return
+    made = kernel[(programs,)](*arguments, *constants, num_warps=warps)
+    if not INTERPRETED:
+        compiled[kernel.__name__, key] = made

@@ -1,0 +1,212 @@
+# mypy: allow-untyped-calls
+"""What the kernels read about tables and features, as small tensors on the device. Made once per module, not per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from ...optim import Optimizer
+from ..request import POOLINGS, Request, TableRows
+from .random import signed
+
+DTYPES = {
+    torch.float32: triton.language.float32,
+    torch.float16: triton.language.float16,
+    torch.bfloat16: triton.language.bfloat16,
+}
+TILE = 512
+"""values a lookup program holds: 4 rows of 128"""
+MOST_DIMS = 4
+"""row widths that one launch serves; a kernel holds code for each"""
+
+
+def rows_per_block(dim: int) -> int:
+    return max(1, min(32, TILE // int(triton.next_power_of_2(dim))))
+
+
+def warps_for(dim: int) -> int:
+    """One warp holds a tile in registers; a row wider than the tile takes more."""
+    return max(1, int(triton.next_power_of_2(dim)) // TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Features or tables that one launch serves: those that share a dtype (and an optimizer), with a few row widths."""
+
+    number: int
+    members: tuple[int, ...]
+    dims: tuple[int, ...]
+    dtype: Any
+    optimizer: int
+    slabs: bool
+    """whether a table among them lies in several slabs"""
+
+
+def _groups(kinds: Sequence[tuple[Any, ...]], dims: Sequence[int], slabs: Sequence[bool]) -> list[Group]:
+    groups: list[Group] = []
+    for kind in dict.fromkeys(kinds):
+        members = [m for m, other in enumerate(kinds) if other == kind]
+        widths = sorted({dims[m] for m in members})
+        for start in range(0, len(widths), MOST_DIMS):
+            some = tuple(widths[start : start + MOST_DIMS])
+            chosen = tuple(m for m in members if dims[m] in some)
+            groups.append(Group(len(groups), chosen, some, DTYPES[kind[0]], kind[1], any(slabs[m] for m in chosen)))
+    return groups
+
+
+@dataclass(slots=True)
+class Layout:
+    features: Tensor
+    """int64 [features, 8]: table, pooling, place, place in the batch, dim, bags or ids per block, lookup group, 0"""
+    tables: Tensor
+    """int64 [tables, 8]: first slab, slab_log2, rows, dim, first key, update group, 0, strict"""
+    slabs: Tensor
+    """int64 [3, slabs]: addresses of weights and states"""
+    lookups: list[Group]
+    updates: list[Group]
+    key_dtype: torch.dtype
+    """of the numbers that rows of all tables are sorted by"""
+    nowhere: int
+    """the number of no row, above all others"""
+    columns: int
+    widest: int
+    has_sequences: bool
+    has_factors: bool
+    """whether a feature averages, so that its gradients are scaled"""
+    padded_features: int
+    places: Tensor
+    """int64: per feature of the batch which of the module's it is, or -1; padded"""
+    batch_features: int
+    index: bytes
+    device: torch.device
+    unit: int
+    """all dims and places are multiples of this many values, up to 16 bytes' worth of float32"""
+    first_keys: Tensor
+    """int64: the number of each table's first row among all; padded with numbers above them"""
+    slab_records: Tensor
+    """int64 [slabs, 5]: table, first slot, dim, update group, key of the generator"""
+    slab_numbers: Tensor
+    """float32 [slabs, 12]: the optimizer's numbers, see optimizers.py"""
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    """see launch.py"""
+    numbers_seen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """(group, batch size) → Blocks, where they are known beforehand"""
+
+    def on_device(self, numbers: tuple[int, ...]) -> Tensor:
+        """Numbers of the host on the device, without waiting for it. Addresses come again from step to step, so they are kept;
+        they must be kept for graphs, too."""
+        known = self.numbers_seen.get(numbers)
+        if known is None:
+            if len(self.numbers_seen) >= 4096:
+                self.numbers_seen.clear()
+            on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            known = self.numbers_seen[numbers] = on_host.to(self.device, non_blocking=True)
+        return known
+
+
+def layout_of(request: Request) -> Layout:
+    known = request.features.cached
+    if (
+        isinstance(known, Layout)
+        and known.index == request.index.tobytes()
+        and known.batch_features == request.batch_features
+        and all(rows.cached is known for rows in request.tables)
+    ):
+        return known
+    made = _make(request)
+    request.features.cached = made
+    for rows in request.tables:
+        rows.cached = made
+    return made
+
+
+def _make(request: Request) -> Layout:
+    tables, specs, device = request.tables, request.features, request.ids.device
+    slab_first = np.cumsum([0, *(len(rows.weights) for rows in tables)])
+    first_key = np.cumsum([0, *(rows.rows + 1 for rows in tables)])  # one more per table, for ids that it does not hold
+    updates = _groups(
+        [(rows.dtype, rows.optimizer.code) for rows in tables],
+        [rows.dim for rows in tables],
+        [rows.slab_log2 >= 0 for rows in tables],
+    )
+    lookups = _groups(
+        [(tables[spec.table].dtype, 0) for spec in specs],
+        [spec.dim for spec in specs],
+        [tables[spec.table].slab_log2 >= 0 for spec in specs],
+    )
+    group_of_table = {t: group.number for group in updates for t in group.members}
+    group_of_feature = {f: group.number for group in lookups for f in group.members}
+    feature_records = [
+        (spec.table, POOLINGS[spec.pooling], spec.place, int(request.index[f]), spec.dim, rows_per_block(spec.dim),
+         group_of_feature[f], 0)
+        for f, spec in enumerate(specs)
+    ]  # fmt: skip
+    table_records = [
+        (int(slab_first[t]), rows.slab_log2, rows.rows, rows.dim, int(first_key[t]), group_of_table[t],
+         0, int(rows.strict))
+        for t, rows in enumerate(tables)
+    ]  # fmt: skip
+    slab_records = [
+        (t, 0 if rows.slab_log2 < 0 else (1 << rows.slab_log2) * ((1 << slab) - 1), rows.dim, group_of_table[t],
+         signed(rows.key))
+        for t, rows in enumerate(tables)
+        for slab in range(len(rows.weights))
+    ]  # fmt: skip
+    batch_features = request.batch_features
+    places = [-1] * triton.next_power_of_2(batch_features)
+    for f, place in enumerate(request.index.tolist()):
+        places[place] = f
+    numbers = [_numbers(rows.optimizer) for rows in tables]
+    on_device = lambda values, dtype: torch.tensor(values, dtype=dtype).to(device)  # noqa: E731
+    return Layout(
+        features=on_device(feature_records, torch.int64),
+        tables=on_device(table_records, torch.int64),
+        slabs=on_device([_addresses(tables, which) for which in range(3)], torch.int64),
+        lookups=lookups,
+        updates=updates,
+        key_dtype=torch.int32 if first_key[-1] < 2**31 - 1 else torch.int64,
+        nowhere=int(first_key[-1]),
+        columns=sum(spec.dim for spec in specs if spec.pooling is not None),
+        widest=max(rows.dim for rows in tables),
+        has_sequences=any(spec.pooling is None for spec in specs),
+        has_factors=any(spec.pooling == "mean" for spec in specs),
+        padded_features=triton.next_power_of_2(len(specs)),
+        places=on_device(places, torch.int64),
+        batch_features=batch_features,
+        index=request.index.tobytes(),
+        device=device,
+        unit=math.gcd(4, *(rows.dim for rows in tables), *(spec.place for spec in specs if spec.pooling is not None)),
+        first_keys=on_device(
+            [*first_key[:-1], *[2**62] * (triton.next_power_of_2(len(tables)) - len(tables))], torch.int64
+        ),
+        slab_records=on_device(slab_records, torch.int64),
+        slab_numbers=on_device([numbers[record[0]] for record in slab_records], torch.float32),
+    )
+
+
+def _addresses(tables: Sequence[TableRows], which: int) -> list[int]:
+    """Of the weights (0) or a state (1, 2) of every slab of every table."""
+    addresses = []
+    for rows in tables:
+        parts = [rows.weights, *rows.states]
+        slabs = parts[which] if which < len(parts) else rows.weights
+        addresses += [slab.data_ptr() for slab in slabs]
+    return addresses
+
+
+def _numbers(optimizer: Optimizer) -> tuple[float, ...]:
+    beta1, beta2, eps, trust = optimizer.hyperparameters()
+    logs: list[float] = []
+    for beta in (beta1, beta2):
+        log = math.log(beta) if beta > 0 else -1e30  # whose power is 0, as that of a beta of 0 is
+        logs += [float(np.float32(log)), log - float(np.float32(log))]
+    return (optimizer.lr, optimizer.weight_decay, beta1, beta2, eps, trust, 1 - beta1, 1 - beta2, *logs)
