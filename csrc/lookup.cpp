@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kAhead = 16;         // rows prefetched ahead of the one being read
 constexpr int64_t kBlockLookups = 2048;
+constexpr int64_t kLargeOutput = 4 << 20;  // bytes; larger outputs are written past the caches, which they would flush
 
 struct Block {  // bags [first, last) of `count` pooled features, or ids [first, last) of one unpooled feature
   const Feature* features;
@@ -34,9 +35,16 @@ struct Rows {
   }
 };
 
+template <int W>
+inline void put(float* out, Lanes<W> value, bool streams) {
+  if (streams) stream<W>(out, value);
+  else store<W>(out, value);
+}
+
 template <class T, int D, bool OneSlab>
-void pooled(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+void pooled(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
   constexpr int W = kWidth<D>, N = D / W;
+  const bool streams = D && large && can_stream<W>(feature.values, feature.stride);
   const Rows<T, D, OneSlab> rows{table};
   const int64_t dim = rows.dim, base = feature.offsets[0], end = feature.offsets[last] - base;
   const int64_t* slots = feature.slots;
@@ -63,7 +71,7 @@ void pooled(const Table& table, const Feature& feature, int64_t first, int64_t l
       }
     }
     if constexpr (D != 0) {
-      for (int j = 0; j < N; ++j) store<W>(out + W * j, sum[j]);
+      for (int j = 0; j < N; ++j) put<W>(out + W * j, sum[j], streams);
     } else {
       std::memcpy(out, buffer, size_t(dim) * sizeof(float));
     }
@@ -71,8 +79,9 @@ void pooled(const Table& table, const Feature& feature, int64_t first, int64_t l
 }
 
 template <class T, int D, bool OneSlab>
-void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
   constexpr int W = kWidth<D>, N = D / W;
+  const bool streams = D && large && can_stream<W>(feature.values, feature.stride);
   const Rows<T, D, OneSlab> rows{table};
   const int64_t* slots = feature.slots;
   for (int64_t i = first; i < last; ++i) {
@@ -84,7 +93,7 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
     }
     const T* row = rows.at(slots[i]);
     if constexpr (D != 0) {
-      for (int j = 0; j < N; ++j) store<W>(out + W * j, load<W>(row + W * j));
+      for (int j = 0; j < N; ++j) put<W>(out + W * j, load<W>(row + W * j), streams);
     } else {
       for (int64_t j = 0; j < rows.dim; ++j) out[j] = to_float(row[j]);
     }
@@ -92,15 +101,15 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
 }
 
 template <class T>
-void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
     if (table.slab_log2 < 0) {
-      if (feature.pooling == kNone) unpooled<T, D, true>(table, feature, first, last);
-      else pooled<T, D, true>(table, feature, first, last);
+      if (feature.pooling == kNone) unpooled<T, D, true>(table, feature, first, last, large);
+      else pooled<T, D, true>(table, feature, first, last, large);
     } else {
-      if (feature.pooling == kNone) unpooled<T, D, false>(table, feature, first, last);
-      else pooled<T, D, false>(table, feature, first, last);
+      if (feature.pooling == kNone) unpooled<T, D, false>(table, feature, first, last, large);
+      else pooled<T, D, false>(table, feature, first, last, large);
     }
   });
 }
@@ -155,6 +164,10 @@ UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Featu
     for (int64_t i = 0; i < count; i += kBlockLookups)
       blocks.push_back({&sorted[size_t(f)], 1, i, i + kBlockLookups < count ? i + kBlockLookups : count});
   }
+  int64_t floats = 0;
+  for (int64_t f = 0; f < feature_count; ++f)
+    floats += tables[features[f].table].dim * (features[f].pooling == kNone ? features[f].count : features[f].bags);
+  const bool large = floats * int64_t(sizeof(float)) >= kLargeOutput;
   int64_t wrong = INT64_MAX;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(min : wrong)
   for (int64_t b = 0; b < int64_t(blocks.size()); ++b) {
@@ -177,11 +190,12 @@ UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Featu
           }
       }
       switch (table.dtype) {
-        case kFloat32: lookup_part<float>(table, feature, block.first, block.last); break;
-        case kFloat16: lookup_part<Half>(table, feature, block.first, block.last); break;
-        default: lookup_part<BFloat>(table, feature, block.first, block.last); break;
+        case kFloat32: lookup_part<float>(table, feature, block.first, block.last, large); break;
+        case kFloat16: lookup_part<Half>(table, feature, block.first, block.last, large); break;
+        default: lookup_part<BFloat>(table, feature, block.first, block.last, large); break;
       }
     }
+    if (large) finish_stream();
   }
   return wrong == INT64_MAX ? -1 : wrong;
 }
