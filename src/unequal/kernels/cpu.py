@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,13 @@ from .request import POOLINGS, Request, TableRows
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Mirrors of the structs in csrc/common.h.
 _TABLE = np.dtype(
-    [(name, np.uint64) for name in ("weights", "state0", "state1")]
+    [(name, np.int64) for name in ("weights", "state0", "state1")]
     + [(name, np.int64) for name in ("slab_log2", "rows", "dim", "dtype", "optimizer")]
     + [(n, np.float64) for n in ("lr", "decay", "beta1", "beta2", "eps", "trust", "correction1", "correction2")]
     + [("rounding_key", np.uint64)]
 )
 _FEATURE = np.dtype(
-    [(name, np.int64) for name in ("table", "pooling", "count", "bags")]
-    + [(name, np.uint64) for name in ("slots", "offsets", "weights", "values")]
-    + [("stride", np.int64)]
+    [(name, np.int64) for name in ("table", "pooling", "count", "bags", "slots", "offsets", "weights", "values", "stride")]
 )
 Record = npt.NDArray[Any]
 
@@ -65,47 +64,79 @@ def _describe_table(rows: TableRows) -> Record:
     return record
 
 
-def _describe_tables(tables: Sequence[TableRows], lr_factor: float = 0.0, step: int = 0) -> Record:
-    records = np.empty(len(tables), _TABLE)
-    raw = records.view(np.uint8).reshape(len(tables), -1)  # copied as bytes: numpy goes field by field otherwise
-    for to, rows in zip(raw, tables):
-        to[:] = _describe_table(rows).view(np.uint8)
-    records["lr"] = np.array([rows.optimizer.lr for rows in tables]) * lr_factor
+@dataclass(slots=True)
+class _Fixed:
+    """What a module's descriptors have in common from step to step. Kept with its features."""
+
+    features: Record
+    strict: npt.NDArray[np.bool_]
+    """of each feature's table"""
+    pooled: npt.NDArray[np.bool_]
+    columns: Record
+    """bytes before a pooled feature's first column"""
+    tables: Record
+    sources: list[Any]
+    """the tables' own descriptors that `tables` was made of"""
+    strict_tables: Record
+    narrow: list[int]
+    """the tables that are rounded"""
+
+
+def _fix(request: Request) -> _Fixed:
+    specs, tables = request.features, request.tables
+    fixed: _Fixed | None = specs.cached
+    if fixed is not None and len(fixed.sources) == len(tables):
+        if all(rows.cached is source for rows, source in zip(tables, fixed.sources)):
+            return fixed
+    features = np.zeros(len(specs), _FEATURE)
+    features["table"] = [spec.table for spec in specs]
+    features["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
+    strict = np.array([rows.strict for rows in tables], bool)
+    specs.cached = fixed = _Fixed(
+        features=features,
+        strict=strict[features["table"]],
+        pooled=features["pooling"] != POOLINGS[None],
+        columns=np.array([spec.place * 4 for spec in specs], np.int64),
+        tables=np.concatenate([_describe_table(rows) for rows in tables]),
+        sources=[rows.cached for rows in tables],
+        strict_tables=strict.astype(np.uint8),
+        narrow=[t for t, rows in enumerate(tables) if rows.dtype != torch.float32],
+    )
+    return fixed
+
+
+def _describe_tables(request: Request, lr_factor: float = 0.0, step: int = 0) -> Record:
+    fixed, tables = _fix(request), request.tables
+    records: Record = fixed.tables.copy()
+    records["rows"] = [rows.rows for rows in tables]
+    records["lr"] = [rows.optimizer.lr * lr_factor for rows in tables]
     records["correction1"] = 1 - records["beta1"] ** (step + 1)
     records["correction2"] = 1 - records["beta2"] ** (step + 1)
-    for t, rows in enumerate(tables):
-        if rows.dtype != torch.float32:
-            records["rounding_key"][t] = rows.rounding_key(step)
+    for t in fixed.narrow:
+        records["rounding_key"][t] = tables[t].rounding_key(step)
     return records
 
 
 def _describe_features(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> Record:
     """One record per feature whose output (or gradient) is given."""
-    specs = request.features
-    if specs.cached is None:
-        fixed = np.zeros(len(specs), _FEATURE)
-        fixed["table"] = [spec.table for spec in specs]
-        fixed["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
-        strict = np.array([request.tables[spec.table].strict for spec in specs])
-        is_pooled = np.array([spec.pooling is not None for spec in specs])
-        specs.cached = (fixed, strict, is_pooled, np.array([spec.place for spec in specs], np.uint64))
-    fixed, strict, is_pooled, places = specs.cached
-    records: Record = fixed.copy()
+    fixed = _fix(request)
+    records: Record = fixed.features.copy()
     records["count"] = request.counts()
     records["bags"] = request.size
-    starts = request.starts.astype(np.uint64)
-    slots = request.ids if request.slots is None else request.slots
-    records["slots"] = np.where(strict, np.uint64(request.ids.data_ptr()), np.uint64(slots.data_ptr())) + starts * 8
-    records["offsets"] = request.offsets.data_ptr() + request.index * (8 * request.size)
+    slots: Any = request.ids.data_ptr()
+    if request.slots is not None:
+        slots = np.where(fixed.strict, slots, request.slots.data_ptr())
+    records["slots"] = request.starts * 8 + slots
+    records["offsets"] = request.index * (8 * request.size) + request.offsets.data_ptr()
     if request.weights is not None:
-        records["weights"] = np.uint64(request.weights.data_ptr()) + starts * 4
-    used = ~is_pooled
+        records["weights"] = request.starts * 4 + request.weights.data_ptr()
+    used = ~fixed.pooled
     if pooled is not None:
-        records["values"] = np.where(is_pooled, np.uint64(pooled.data_ptr()) + places * 4, 0)
+        records["values"] = fixed.columns + pooled.data_ptr()
         records["stride"] = pooled.stride(0)
-        used |= is_pooled
-    for f in np.flatnonzero(~is_pooled):
-        part = sequences[specs[f].place]
+        used |= fixed.pooled
+    for f in np.flatnonzero(~fixed.pooled):
+        part = sequences[request.features[f].place]
         used[f] = part is not None
         if part is not None:
             records["values"][f], records["stride"][f] = part.data_ptr(), part.stride(0)
@@ -121,14 +152,13 @@ def _rows_contiguous(part: Tensor | None) -> Tensor | None:
 
 
 def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
-    tables, features = _describe_tables(request.tables), _describe_features(request, pooled, sequences)
-    strict = np.array([rows.strict for rows in request.tables], dtype=np.uint8)
+    tables, features = _describe_tables(request), _describe_features(request, pooled, sequences)
     return int(
         _library().uq_lookup(
             _pointer(tables),
             _pointer(features),
             ctypes.c_int64(len(features)),
-            _pointer(strict),
+            _pointer(_fix(request).strict_tables),
             _threads(request.ids.numel()),
         )
     )
@@ -138,7 +168,7 @@ def update(
     request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
 ) -> None:
     pooled, sequences = _rows_contiguous(pooled), [_rows_contiguous(part) for part in sequences]
-    tables = _describe_tables(request.tables, lr_factor, step)
+    tables = _describe_tables(request, lr_factor, step)
     features = _describe_features(request, pooled, sequences)
     failed = _library().uq_update(
         _pointer(tables),
