@@ -14,7 +14,8 @@ constexpr int64_t kBlockLookups = 4096;
 constexpr int64_t kLargeOutput = 4 << 20;  // bytes; larger outputs are written past the caches, which they would flush
 
 struct Block {
-  int64_t feature, first, last;  // bags of a pooled feature, ids of an unpooled one
+  size_t feature;
+  int64_t first, last;  // bags of a pooled feature, ids of an unpooled one
 };
 
 // A table's rows by slot; with one slab that is one multiplication.
@@ -116,19 +117,20 @@ void lookup_part(const Table& table, const Feature& feature, int64_t first, int6
 }  // namespace
 }  // namespace unequal
 
-// Returns -1, or the position (features taken one after the other) of the first id outside [0, rows) that is not -1.
-// Ids of -1 read as zeros: `strict` counts them as wrong too, as a table with dense ids must.
-UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Feature* features, int64_t feature_count,
-                              const uint8_t* strict, int threads) {
+// Returns -1, or the position (features taken one after the other) of the first id of a strict table outside [0, rows). In
+// other tables a slot of -1 reads as zeros.
+UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::FeatureSpec* specs, int64_t spec_count,
+                              const unequal::Request* request, int threads) {
   using namespace unequal;
+  const std::vector<Feature> features = features_of(tables, specs, spec_count, *request);
   std::vector<Block> blocks;
   std::vector<int64_t> positions;  // the first of each feature
   int64_t position = 0, floats = 0;
-  for (int64_t f = 0; f < feature_count; ++f) {
-    const Feature& feature = features[f];
+  for (const Feature& feature : features) {
     const int64_t length = feature.pooling == kNone ? feature.count : feature.bags;
     const int64_t blocks_of_it = (std::max(feature.count, length) + kBlockLookups - 1) / kBlockLookups;
-    for (int64_t b = 0; b < blocks_of_it; ++b) blocks.push_back({f, length * b / blocks_of_it, length * (b + 1) / blocks_of_it});
+    for (int64_t b = 0; b < blocks_of_it; ++b)
+      blocks.push_back({positions.size(), length * b / blocks_of_it, length * (b + 1) / blocks_of_it});
     positions.push_back(position);
     position += feature.count;
     floats += length * tables[feature.table].dim;
@@ -140,7 +142,7 @@ UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Featu
     const Block& block = blocks[size_t(b)];
     const Feature& feature = features[block.feature];
     const Table& table = tables[feature.table];
-    if (strict[feature.table]) {
+    if (table.strict) {
       const bool pooled = feature.pooling != kNone;
       const int64_t from = pooled ? feature.offsets[block.first] - feature.offsets[0] : block.first;
       const int64_t to = pooled ? feature.offsets[block.last] - feature.offsets[0] : block.last;
@@ -148,7 +150,7 @@ UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::Featu
       for (int64_t i = from; i < to; ++i) bad |= uint64_t(feature.slots[i]) >= uint64_t(table.rows);
       for (int64_t i = from; bad && i < to; ++i)
         if (uint64_t(feature.slots[i]) >= uint64_t(table.rows)) {
-          wrong = std::min(wrong, positions[size_t(block.feature)] + i);
+          wrong = std::min(wrong, positions[block.feature] + i);
           break;
         }
     }

@@ -24,13 +24,13 @@
 namespace unequal {
 namespace {
 
-constexpr int64_t kFewLookups = 16384;    // a table with no more lookups is sorted in one piece
-constexpr int64_t kBucketLookups = 8192;  // aimed at in the others
-constexpr int64_t kPartLookups = 4096;    // buckets are taken together until they have as many
+constexpr int64_t kFewLookups = 16384;     // a table with no more lookups is sorted in one piece
+constexpr int64_t kBucketLookups = 16384;  // aimed at in the others
+constexpr int64_t kPartLookups = 8192;     // buckets are taken together until they have as many
 constexpr int64_t kChunk = 8192;
 constexpr int64_t kPackedBags = 512;
 constexpr int64_t kPiece = 512;
-constexpr int64_t kLongRun = 16 * kPiece;
+constexpr int64_t kLongRun = 32 * kPiece;
 constexpr int64_t kRowsAhead = 8;        // rows are prefetched this many rows ahead of the one being updated
 constexpr int64_t kGradientsAhead = 12;  // and gradients this many lookups ahead
 
@@ -54,7 +54,7 @@ struct FeatureRun {       // a feature as the update sees it
 
 struct TableRun {
   const Table* table;
-  std::vector<int> features;  // into the FeatureRuns
+  std::vector<size_t> features;  // into the FeatureRuns
   int64_t lookups = 0, first_pair = 0, numbers = 0;
   int fine = 0;               // buckets per doubling of the row number: 2^fine
   int64_t buckets = 0, first_bucket = 0;  // none: few lookups
@@ -73,7 +73,7 @@ inline int64_t bucket_of(int64_t row, int fine) {
 }
 
 struct Chunk {
-  int feature, table;
+  size_t feature, table;
   int64_t first, last;     // ids of the feature
   int64_t counts;          // where its bucket counts start
 };
@@ -176,8 +176,8 @@ struct Step {
 
   const FeatureRun& feature_of(const TableRun& table, uint32_t number) const {
     size_t k = table.features.size() - 1;
-    while (k > 0 && features[size_t(table.features[k])].first > int64_t(number)) --k;
-    return features[size_t(table.features[k])];
+    while (k > 0 && features[table.features[k]].first > int64_t(number)) --k;
+    return features[table.features[k]];
   }
 
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
@@ -186,8 +186,8 @@ struct Step {
     constexpr int W = kWidth<D>, N = D / W;
     const int64_t dim = D ? D : run.table->dim;
     if (D && run.plain) {
-      const float* values = features[size_t(run.features[0])].values;
-      const int64_t stride = features[size_t(run.features[0])].stride;
+      const float* values = features[run.features[0]].values;
+      const int64_t stride = features[run.features[0]].stride;
       Lanes<W> lanes[N ? N : 1] = {};
       for (const Pair* p = from; p < to; ++p) {
         if (p + kGradientsAhead < end) prefetch(values + number_of(p[kGradientsAhead]) * stride, D * 4);
@@ -319,11 +319,20 @@ int bits_of(int64_t n) {  // the smallest b with 2^b >= n
 }  // namespace
 }  // namespace unequal
 
-// Returns 0, or 1 where memory for the step's buffers could not be had (nothing was updated then).
-UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, const unequal::Feature* features,
-                          int64_t feature_count, int threads) try {
+// number: of the step, from 0. Returns 0, or 1 where memory for the step's buffers could not be had (nothing was updated then).
+UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_count, const unequal::FeatureSpec* specs,
+                          int64_t spec_count, const unequal::Request* request, double lr_factor, int64_t number,
+                          int threads) try {
   using namespace unequal;
   static thread_local Workspace workspace;
+  std::vector<Table> tables(fixed_tables, fixed_tables + table_count);
+  for (Table& table : tables) {
+    table.lr *= lr_factor;
+    table.correction1 = 1 - std::pow(table.beta1, double(number + 1));
+    table.correction2 = 1 - std::pow(table.beta2, double(number + 1));
+    table.rounding_key = mix64(table.key + uint64_t(number + 1) * kGolden);
+  }
+  const std::vector<Feature> features = features_of(tables.data(), specs, spec_count, *request);
   Step step;
   step.tables.resize(size_t(table_count));
   // A bag's gradient that several ids read is copied to lie beside its neighbours' (divided by the bag's length for a mean):
@@ -333,31 +342,30 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   };
   const auto is_weighted = [](const Feature& feature) { return feature.weights && feature.pooling != kNone; };
   int64_t packed_floats = 0, weighted_ids = 0, lookups = 0;
-  for (int64_t f = 0; f < feature_count; ++f) {
-    packed_floats += is_packed(features[f]) ? features[f].bags * tables[features[f].table].dim : 0;
-    weighted_ids += is_weighted(features[f]) ? features[f].count : 0;
-    lookups += features[f].count;
+  for (const Feature& feature : features) {
+    packed_floats += is_packed(feature) ? feature.bags * tables[size_t(feature.table)].dim : 0;
+    weighted_ids += is_weighted(feature) ? feature.count : 0;
+    lookups += feature.count;
   }
   float* packed = workspace.packed.get(size_t(packed_floats));
   uint32_t* bags = workspace.bags.get(size_t(weighted_ids));
   Pair* pairs = workspace.pairs.get(size_t(lookups));
-  step.features.reserve(size_t(feature_count));
+  step.features.reserve(features.size());
   std::vector<Pack> packs;
-  for (int64_t f = 0; f < feature_count; ++f) {
-    const Feature& feature = features[f];
+  for (const Feature& feature : features) {
     TableRun& table = step.tables[size_t(feature.table)];
     const bool weighted = is_weighted(feature);
     step.features.push_back({&feature, table.numbers, feature.values, feature.stride, weighted ? bags : nullptr});
     if (is_packed(feature)) {
       FeatureRun& run = step.features.back();
       run.values = packed;
-      run.stride = tables[feature.table].dim;
+      run.stride = tables[size_t(feature.table)].dim;
       for (int64_t bag = 0; bag < feature.bags; bag += kPackedBags)
         packs.push_back({&run, packed, bag, std::min(bag + kPackedBags, feature.bags)});
       packed += feature.bags * run.stride;
     }
     bags += weighted ? feature.count : 0;
-    table.features.push_back(int(f));
+    table.features.push_back(step.features.size() - 1);
     table.lookups += feature.count;
     table.numbers += weighted || feature.pooling == kNone ? feature.count : feature.bags;
     table.plain = table.features.size() == 1 && !weighted;
@@ -367,18 +375,18 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   std::vector<size_t> first_chunk;
   for (int64_t t = 0; t < table_count; ++t) {
     TableRun& run = step.tables[size_t(t)];
-    run.table = &tables[t];
+    run.table = &tables[size_t(t)];
     run.first_pair = first_pair;
     first_pair += run.lookups;
     first_chunk.push_back(chunks.size());
     if (run.lookups <= kFewLookups) continue;
     run.fine = std::min(bits_of(run.lookups / kBucketLookups), 10);
-    run.buckets = bucket_of(std::max<int64_t>(tables[t].rows - 1, 0), run.fine) + 1;
+    run.buckets = bucket_of(std::max<int64_t>(run.table->rows - 1, 0), run.fine) + 1;
     run.first_bucket = buckets;
     buckets += run.buckets + 1;
-    for (int f : run.features)
+    for (size_t f : run.features)
       for (int64_t i = 0; i < features[f].count; i += kChunk) {
-        chunks.push_back({f, int(t), i, std::min(i + kChunk, features[f].count), counters});
+        chunks.push_back({f, size_t(t), i, std::min(i + kChunk, features[f].count), counters});
         counters += run.buckets;
       }
   }
@@ -400,7 +408,7 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
     }
 #pragma omp for schedule(dynamic)
     for (size_t c = 0; c < chunks.size(); ++c) {
-      const TableRun& table = step.tables[size_t(chunks[c].table)];
+      const TableRun& table = step.tables[chunks[c].table];
       const int64_t* slots = features[chunks[c].feature].slots;
       uint32_t* count = counts + chunks[c].counts;
       std::fill(count, count + table.buckets, 0u);
@@ -440,9 +448,9 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
   {
 #pragma omp for schedule(dynamic)
     for (size_t c = 0; c < chunks.size(); ++c) {
-      const int fine = step.tables[size_t(chunks[c].table)].fine;
+      const int fine = step.tables[chunks[c].table].fine;
       uint32_t* next = counts + chunks[c].counts;
-      each_lookup(step.features[size_t(chunks[c].feature)], chunks[c].first, chunks[c].last,
+      each_lookup(step.features[chunks[c].feature], chunks[c].first, chunks[c].last,
                   [&](int64_t row, int64_t number) { pairs[next[bucket_of(row, fine)]++] = pair_of(row, number); });
     }
     Pair* my_scratch = scratch + longest * omp_get_thread_num();
@@ -462,8 +470,8 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
           sort_pairs(pairs + bucket[b], bucket[b + 1] - bucket[b], loose, my_scratch);
         }
       } else {
-        for (int f : run.features)
-          each_lookup(step.features[size_t(f)], 0, features[f].count,
+        for (size_t f : run.features)
+          each_lookup(step.features[f], 0, features[f].count,
                       [&](int64_t row, int64_t number) { *last++ = pair_of(row, number); });
         sort_pairs(first, last - first, bits_of(run.table->rows), my_scratch);
       }

@@ -12,20 +12,26 @@ import torch
 from torch import Tensor
 
 from .native import library
-from .request import POOLINGS, Request, TableRows
+from .request import MASK, POOLINGS, Request, TableRows
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+Record = npt.NDArray[Any]
 # Mirrors of the structs in csrc/common.h.
 _TABLE = np.dtype(
-    [(name, np.int64) for name in ("weights", "state0", "state1")]
-    + [(name, np.int64) for name in ("slab_log2", "rows", "dim", "dtype", "optimizer")]
-    + [(n, np.float64) for n in ("lr", "decay", "beta1", "beta2", "eps", "trust", "correction1", "correction2")]
-    + [("rounding_key", np.uint64)]
+    [(name, np.int64) for name in ("weights", "state0", "state1", "slab_log2", "rows", "dim", "dtype", "optimizer", "strict")]
+    + [(name, np.float64) for name in ("lr", "decay", "beta1", "beta2", "eps", "trust")]
+    + [("key", np.uint64)]
+    + [(name, np.int64) for name in ("correction1", "correction2", "rounding_key")]
 )
-_FEATURE = np.dtype(
-    [(name, np.int64) for name in ("table", "pooling", "count", "bags", "slots", "offsets", "weights", "values", "stride")]
-)
-Record = npt.NDArray[Any]
+_SPEC = np.dtype([(name, np.int64) for name in ("table", "pooling", "place")])
+
+
+class _Request(ctypes.Structure):
+    parts: Record  # what `sequences` points to
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("index", "size", "ids", "slots", "offsets", "weights", "pooled", "pooled_stride", "sequences")
+    ]
 
 
 def _library() -> ctypes.CDLL:
@@ -55,9 +61,9 @@ def _describe_table(rows: TableRows) -> Record:
         for name, pointer in zip(("state0", "state1"), pointers[1:]):
             fixed[name] = pointer.ctypes.data
         fixed["slab_log2"], fixed["dim"], fixed["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
+        fixed["strict"], fixed["key"], fixed["lr"] = rows.strict, rows.key & MASK, rows.optimizer.lr
         fixed["optimizer"], fixed["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
         fixed["beta1"], fixed["beta2"], fixed["eps"], fixed["trust"] = rows.optimizer.hyperparameters()
-        fixed["correction1"] = fixed["correction2"] = 1.0
         rows.cached = (fixed, pointers)  # the pointer arrays must live as long as the record
     record: Record = rows.cached[0]
     record["rows"] = rows.rows
@@ -68,79 +74,49 @@ def _describe_table(rows: TableRows) -> Record:
 class _Fixed:
     """What a module's descriptors have in common from step to step. Kept with its features."""
 
-    features: Record
-    strict: npt.NDArray[np.bool_]
-    """of each feature's table"""
-    pooled: npt.NDArray[np.bool_]
-    columns: Record
-    """bytes before a pooled feature's first column"""
+    specs: Record
     tables: Record
     sources: list[Any]
     """the tables' own descriptors that `tables` was made of"""
-    strict_tables: Record
-    narrow: list[int]
-    """the tables that are rounded"""
+    growing: list[int]
+    """the tables whose number of rows may change"""
 
 
 def _fix(request: Request) -> _Fixed:
-    specs, tables = request.features, request.tables
-    fixed: _Fixed | None = specs.cached
-    if fixed is not None and len(fixed.sources) == len(tables):
-        if all(rows.cached is source for rows, source in zip(tables, fixed.sources)):
-            return fixed
-    features = np.zeros(len(specs), _FEATURE)
-    features["table"] = [spec.table for spec in specs]
-    features["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
-    strict = np.array([rows.strict for rows in tables], bool)
-    specs.cached = fixed = _Fixed(
-        features=features,
-        strict=strict[features["table"]],
-        pooled=features["pooling"] != POOLINGS[None],
-        columns=np.array([spec.place * 4 for spec in specs], np.int64),
-        tables=np.concatenate([_describe_table(rows) for rows in tables]),
-        sources=[rows.cached for rows in tables],
-        strict_tables=strict.astype(np.uint8),
-        narrow=[t for t, rows in enumerate(tables) if rows.dtype != torch.float32],
-    )
+    features, tables = request.features, request.tables
+    fixed: _Fixed | None = features.cached
+    if (
+        fixed is None
+        or len(fixed.sources) != len(tables)
+        or any(rows.cached is not source for rows, source in zip(tables, fixed.sources))
+    ):
+        specs = [(spec.table, POOLINGS[spec.pooling], spec.place) for spec in features]
+        fixed = features.cached = _Fixed(
+            np.array(specs, _SPEC),
+            np.concatenate([_describe_table(rows) for rows in tables]),
+            [rows.cached for rows in tables],
+            [t for t, rows in enumerate(tables) if not rows.strict],
+        )
+    for t in fixed.growing:
+        fixed.tables["rows"][t] = tables[t].rows
     return fixed
 
 
-def _describe_tables(request: Request, lr_factor: float = 0.0, step: int = 0) -> Record:
-    fixed, tables = _fix(request), request.tables
-    records: Record = fixed.tables.copy()
-    records["rows"] = [rows.rows for rows in tables]
-    records["lr"] = [rows.optimizer.lr * lr_factor for rows in tables]
-    records["correction1"] = 1 - records["beta1"] ** (step + 1)
-    records["correction2"] = 1 - records["beta2"] ** (step + 1)
-    for t in fixed.narrow:
-        records["rounding_key"][t] = tables[t].rounding_key(step)
-    return records
-
-
-def _describe_features(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> Record:
-    """One record per feature whose output (or gradient) is given."""
-    fixed = _fix(request)
-    records: Record = fixed.features.copy()
-    records["count"] = request.counts()
-    records["bags"] = request.size
-    slots: Any = request.ids.data_ptr()
-    if request.slots is not None:
-        slots = np.where(fixed.strict, slots, request.slots.data_ptr())
-    records["slots"] = request.starts * 8 + slots
-    records["offsets"] = request.index * (8 * request.size) + request.offsets.data_ptr()
-    if request.weights is not None:
-        records["weights"] = request.starts * 4 + request.weights.data_ptr()
-    used = ~fixed.pooled
-    if pooled is not None:
-        records["values"] = fixed.columns + pooled.data_ptr()
-        records["stride"] = pooled.stride(0)
-        used |= fixed.pooled
-    for f in np.flatnonzero(~fixed.pooled):
-        part = sequences[request.features[f].place]
-        used[f] = part is not None
-        if part is not None:
-            records["values"][f], records["stride"][f] = part.data_ptr(), part.stride(0)
-    return records if used.all() else records[used]
+def _describe(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> _Request:
+    parts = np.array([(0, 0) if part is None else (part.data_ptr(), part.stride(0)) for part in sequences], np.int64)
+    described = _Request(
+        index=request.index.ctypes.data,
+        size=request.size,
+        ids=request.ids.data_ptr(),
+        slots=0 if request.slots is None else request.slots.data_ptr(),
+        offsets=request.offsets.data_ptr(),
+        weights=0 if request.weights is None else request.weights.data_ptr(),
+        pooled=0 if pooled is None else pooled.data_ptr(),
+        pooled_stride=0 if pooled is None else pooled.stride(0),
+        sequences=parts.ctypes.data,
+    )
+    described.parts = parts
+    return described
 
 
 def _rows_contiguous(part: Tensor | None) -> Tensor | None:
@@ -152,13 +128,13 @@ def _rows_contiguous(part: Tensor | None) -> Tensor | None:
 
 
 def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
-    tables, features = _describe_tables(request), _describe_features(request, pooled, sequences)
+    fixed = _fix(request)
     return int(
         _library().uq_lookup(
-            _pointer(tables),
-            _pointer(features),
-            ctypes.c_int64(len(features)),
-            _pointer(_fix(request).strict_tables),
+            _pointer(fixed.tables),
+            _pointer(fixed.specs),
+            ctypes.c_int64(len(fixed.specs)),
+            ctypes.byref(_describe(request, pooled, sequences)),
             _threads(request.ids.numel()),
         )
     )
@@ -167,14 +143,16 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor])
 def update(
     request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
 ) -> None:
+    fixed = _fix(request)
     pooled, sequences = _rows_contiguous(pooled), [_rows_contiguous(part) for part in sequences]
-    tables = _describe_tables(request, lr_factor, step)
-    features = _describe_features(request, pooled, sequences)
     failed = _library().uq_update(
-        _pointer(tables),
-        ctypes.c_int64(len(tables)),
-        _pointer(features),
-        ctypes.c_int64(len(features)),
+        _pointer(fixed.tables),
+        ctypes.c_int64(len(fixed.tables)),
+        _pointer(fixed.specs),
+        ctypes.c_int64(len(fixed.specs)),
+        ctypes.byref(_describe(request, pooled, sequences)),
+        ctypes.c_double(lr_factor),
+        ctypes.c_int64(step),
         _threads(request.ids.numel()),
     )
     if failed:
