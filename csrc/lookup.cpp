@@ -1,5 +1,5 @@
-// Pooled and unpooled lookup of all features in one call. Work is cut into blocks, feature by feature, that any thread may take:
-// every output value is written by one thread in one order, so the result does not depend on the number of threads.
+// Pooled and unpooled lookup of all features in one call. Work is cut into blocks, feature by feature, that any thread may
+// take: every output value is written by one thread in one order, so the result does not depend on the number of threads.
 #include <algorithm>
 #include <type_traits>
 #include <vector>

@@ -27,12 +27,12 @@ namespace {
 constexpr int64_t kFewLookups = 16384;     // a table with no more lookups is sorted in one piece
 constexpr int64_t kBucketLookups = 16384;  // aimed at in the others
 constexpr int64_t kPartLookups = 8192;     // buckets are taken together until they have as many
-constexpr int64_t kChunk = 8192;
-constexpr int64_t kPackedBags = 512;
-constexpr int64_t kPiece = 512;
+constexpr int64_t kChunk = 8192;           // lookups that a thread counts or places at a time
+constexpr int64_t kPackedBags = 512;       // bags that a thread copies at a time
+constexpr int64_t kPiece = 512;            // gradients
 constexpr int64_t kLongRun = 32 * kPiece;
-constexpr int64_t kRowsAhead = 8;        // rows are prefetched this many rows ahead of the one being updated
-constexpr int64_t kGradientsAhead = 12;  // and gradients this many lookups ahead
+constexpr int64_t kRowsAhead = 8;          // rows are prefetched this many rows ahead of the one being updated
+constexpr int64_t kGradientsAhead = 12;    // and gradients this many lookups ahead
 
 using Pair = uint64_t;  // row in the high half, number of the gradient among its table's in the low half
 inline Pair pair_of(int64_t row, int64_t number) { return Pair(row) << 32 | Pair(number); }
@@ -54,11 +54,12 @@ struct FeatureRun {       // a feature as the update sees it
 
 struct TableRun {
   const Table* table;
-  std::vector<size_t> features;  // into the FeatureRuns
-  int64_t lookups = 0, first_pair = 0, numbers = 0;
-  int fine = 0;               // buckets per doubling of the row number: 2^fine
+  std::vector<size_t> features;           // into the FeatureRuns
+  int64_t lookups = 0, first_pair = 0;
+  int64_t numbers = 0;                    // of gradients, or of ids where they are weighted
+  int fine = 0;                           // buckets per doubling of the row number: 2^fine
   int64_t buckets = 0, first_bucket = 0;  // none: few lookups
-  bool plain = true;          // one feature without weights: the fast path
+  bool plain = true;                      // one feature without weights: the fast path
 };
 
 // The bucket of a row, and how many low bits of the row number vary within it. Ascends with the row.
@@ -182,7 +183,8 @@ struct Step {
 
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
   template <int D>
-  __attribute__((always_inline)) inline void add_piece(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+  __attribute__((always_inline)) inline void add_piece(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                       float* sum) const {
     constexpr int W = kWidth<D>, N = D / W;
     const int64_t dim = D ? D : run.table->dim;
     if (D && run.plain) {
@@ -212,12 +214,14 @@ struct Step {
 
   // Likewise of all pieces.
   template <int D>
-  __attribute__((always_inline)) inline void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+  __attribute__((always_inline)) inline void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                    float* sum) const {
     add_piece<D>(run, from, std::min(from + kPiece, to), end, sum);
     if (to - from > kPiece) add_further_pieces<D>(run, from + kPiece, to, end, sum);
   }
   template <int D>
-  __attribute__((noinline)) void add_further_pieces(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+  __attribute__((noinline)) void add_further_pieces(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                    float* sum) const {
     alignas(64) float piece[D ? D : kMaxDim];
     for (; from < to; from += kPiece) {
       add_piece<D>(run, from, std::min(from + kPiece, to), end, piece);
@@ -247,7 +251,8 @@ struct Step {
   // Sums and updates every row of the sorted pairs [first, last), except those read too often, which go to `left`.
   // starts: room for one more than there are pairs.
   template <int D, int O>
-  void update_all(const TableRun& run, const Pair* first, const Pair* last, uint32_t* starts, std::vector<LongRun>& left) const {
+  void update_all(const TableRun& run, const Pair* first, const Pair* last, uint32_t* starts,
+                  std::vector<LongRun>& left) const {
     const Table& table = *run.table;
     alignas(64) float sum[D ? D : kMaxDim];
     int64_t rows = 0, previous = -1;

@@ -18,7 +18,10 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 Record = npt.NDArray[Any]
 # Mirrors of the structs in csrc/common.h.
 _TABLE = np.dtype(
-    [(name, np.int64) for name in ("weights", "state0", "state1", "slab_log2", "rows", "dim", "dtype", "optimizer", "strict")]
+    [
+        (name, np.int64)
+        for name in ("weights", "state0", "state1", "slab_log2", "rows", "dim", "dtype", "optimizer", "strict")
+    ]
     + [(name, np.float64) for name in ("lr", "decay", "beta1", "beta2", "eps", "trust")]
     + [("key", np.uint64)]
     + [(name, np.int64) for name in ("correction1", "correction2", "rounding_key")]
