@@ -119,7 +119,7 @@ void lookup_part(const Table& table, const Feature& feature, int64_t first, int6
 
 // Returns -1, or the position (features taken one after the other) of the first id of a strict table outside [0, rows). In
 // other tables a slot of -1 reads as zeros.
-UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, const unequal::FeatureSpec* specs, int64_t spec_count,
+UNEQUAL_API int64_t uq_lookup(const unequal::Table* tables, int64_t, const unequal::FeatureSpec* specs, int64_t spec_count,
                               const unequal::Request* request, int threads) {
   using namespace unequal;
   const std::vector<Feature> features = features_of(tables, specs, spec_count, *request);

@@ -445,6 +445,9 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
     }
     starts[run.buckets] = place;
   }
+  // Small parts last, so that the threads end together.
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const Part& a, const Part& b) { return a.table->lookups > b.table->lookups; });
   Pair* scratch = workspace.scratch.get(size_t(longest * threads));
   uint32_t* starts = workspace.starts.get(size_t((longest + 1) * threads));
   std::vector<LongRun> long_runs;

@@ -84,6 +84,10 @@ class _Fixed:
     growing: list[int]
     """the tables whose number of rows may change"""
 
+    def arguments(self) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
+        tables, specs = self.tables, self.specs
+        return _pointer(tables), ctypes.c_int64(len(tables)), _pointer(specs), ctypes.c_int64(len(specs))
+
 
 def _fix(request: Request) -> _Fixed:
     features, tables = request.features, request.tables
@@ -93,9 +97,8 @@ def _fix(request: Request) -> _Fixed:
         or len(fixed.sources) != len(tables)
         or any(rows.cached is not source for rows, source in zip(tables, fixed.sources))
     ):
-        specs = [(spec.table, POOLINGS[spec.pooling], spec.place) for spec in features]
         fixed = features.cached = _Fixed(
-            np.array(specs, _SPEC),
+            np.array([(spec.table, POOLINGS[spec.pooling], spec.place) for spec in features], _SPEC),
             np.concatenate([_describe_table(rows) for rows in tables]),
             [rows.cached for rows in tables],
             [t for t, rows in enumerate(tables) if not rows.strict],
@@ -106,7 +109,7 @@ def _fix(request: Request) -> _Fixed:
 
 
 def _describe(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> _Request:
-    parts = np.array([(0, 0) if part is None else (part.data_ptr(), part.stride(0)) for part in sequences], np.int64)
+    parts = [(0, 0) if part is None else (part.data_ptr(), part.stride(0)) for part in sequences]
     described = _Request(
         index=request.index.ctypes.data,
         size=request.size,
@@ -116,9 +119,10 @@ def _describe(request: Request, pooled: Tensor | None, sequences: Sequence[Tenso
         weights=0 if request.weights is None else request.weights.data_ptr(),
         pooled=0 if pooled is None else pooled.data_ptr(),
         pooled_stride=0 if pooled is None else pooled.stride(0),
-        sequences=parts.ctypes.data,
     )
-    described.parts = parts
+    if parts:
+        described.parts = np.array(parts, np.int64)
+        described.sequences = described.parts.ctypes.data
     return described
 
 
@@ -126,17 +130,15 @@ def _rows_contiguous(part: Tensor | None) -> Tensor | None:
     """As the kernels read gradients: float32, the values of a row side by side."""
     if part is None:
         return None
-    part = part.float()
+    if part.dtype != torch.float32:
+        part = part.float()
     return part if part.stride(-1) == 1 else part.contiguous()
 
 
 def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
-    fixed = _fix(request)
     return int(
         _library().uq_lookup(
-            _pointer(fixed.tables),
-            _pointer(fixed.specs),
-            ctypes.c_int64(len(fixed.specs)),
+            *_fix(request).arguments(),
             ctypes.byref(_describe(request, pooled, sequences)),
             _threads(request.ids.numel()),
         )
@@ -146,13 +148,9 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor])
 def update(
     request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
 ) -> None:
-    fixed = _fix(request)
     pooled, sequences = _rows_contiguous(pooled), [_rows_contiguous(part) for part in sequences]
     failed = _library().uq_update(
-        _pointer(fixed.tables),
-        ctypes.c_int64(len(fixed.tables)),
-        _pointer(fixed.specs),
-        ctypes.c_int64(len(fixed.specs)),
+        *_fix(request).arguments(),
         ctypes.byref(_describe(request, pooled, sequences)),
         ctypes.c_double(lr_factor),
         ctypes.c_int64(step),
