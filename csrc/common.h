@@ -1,6 +1,7 @@
 // What every CPU kernel shares: the export macro, the counter-based generator, the descriptors Python fills in.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #define UNEQUAL_API extern "C" __attribute__((visibility("default")))
 
@@ -21,7 +22,7 @@ inline uint64_t mix64(uint64_t x) {
 enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 enum Pooling : int64_t { kNone = 0, kSum = 1, kMean = 2 };
 
-// Both structs hold 8-byte fields only and are mirrored by numpy record types in kernels/cpu.py.
+// Table, FeatureSpec and Request hold 8-byte fields only and are mirrored in kernels/cpu.py.
 struct Table {
   void* const* weights;      // one pointer per slab
   float* const* state[2];    // likewise, or null
@@ -30,10 +31,40 @@ struct Table {
   int64_t dim;
   int64_t dtype;
   int64_t optimizer;
-  double lr, decay, beta1, beta2, eps, trust, correction1, correction2;
-  uint64_t rounding_key;     // of this table and step
+  int64_t strict;            // whether slots are the ids themselves, and those outside [0, rows) are wrong
+  double lr, decay, beta1, beta2, eps, trust;
+  uint64_t key;              // seed of the table
+
+  // What the update puts in for its step; lr is then multiplied by the step's factor.
+  double correction1, correction2;
+  uint64_t rounding_key;
 };
 
+struct FeatureSpec {
+  int64_t table;
+  int64_t pooling;
+  int64_t place;             // pooled: its first column; otherwise its number among the sequences
+};
+
+struct Sequence {
+  float* values;             // null: not given
+  int64_t stride;
+};
+
+// One step's lookups. `pooled` and `sequences` are outputs of lookup, gradients of update.
+struct Request {
+  const int64_t* index;      // [features]: place of each in the batch
+  int64_t size;              // samples
+  const int64_t* ids;
+  const int64_t* slots;      // like ids, read for tables that are not strict
+  const int64_t* offsets;    // of the whole batch
+  const float* weights;      // like ids, or null
+  float* pooled;             // [size, stride], or null: not given
+  int64_t pooled_stride;
+  const Sequence* sequences;
+};
+
+// A feature's part of a request.
 struct Feature {
   int64_t table;
   int64_t pooling;
@@ -45,5 +76,22 @@ struct Feature {
   float* values;             // pooled: [bags, stride]; otherwise [count, stride]; output of lookup, gradient of update
   int64_t stride;
 };
+
+// The features whose output or gradient is given.
+inline std::vector<Feature> features_of(const Table* tables, const FeatureSpec* specs, int64_t count, const Request& request) {
+  std::vector<Feature> features;
+  for (int64_t f = 0; f < count; ++f) {
+    const FeatureSpec& spec = specs[f];
+    const Sequence values = spec.pooling == kNone ? request.sequences[spec.place]
+                            : request.pooled     ? Sequence{request.pooled + spec.place, request.pooled_stride}
+                                                 : Sequence{nullptr, 0};
+    if (!values.values) continue;
+    const int64_t* offsets = request.offsets + request.index[f] * request.size;
+    features.push_back({spec.table, spec.pooling, offsets[request.size] - offsets[0], request.size,
+                        (tables[spec.table].strict ? request.ids : request.slots) + offsets[0], offsets,
+                        request.weights ? request.weights + offsets[0] : nullptr, values.values, values.stride});
+  }
+  return features;
+}
 
 }  // namespace unequal

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX__)
 #include <immintrin.h>
 #endif
 #include "common.h"
@@ -95,6 +95,35 @@ inline void store(float* p, Lanes<W> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+// Whether rows may be written past the caches: `stream` needs whole, aligned vectors.
+template <int W>
+inline bool can_stream(const float* first, int64_t stride) {
+#if defined(__AVX__)
+  return reinterpret_cast<uintptr_t>(first) % sizeof(Lanes<W>) == 0 && stride % W == 0;
+#else
+  return (void)first, (void)stride, false;
+#endif
+}
+// Writes past the caches: memory is not read first, which halves what a write costs. finish_stream() ends a series.
+template <int W>
+inline void stream(float* p, Lanes<W> v) {
+#if defined(__AVX512F__)
+  if constexpr (W == 16) return _mm512_stream_ps(p, v);
+#endif
+#if defined(__AVX__)
+  __m256 parts[W / 8];
+  std::memcpy(parts, &v, sizeof v);
+  for (int j = 0; j < W / 8; ++j) _mm256_stream_ps(p + 8 * j, parts[j]);
+#else
+  store<W>(p, v);
+#endif
+}
+inline void finish_stream() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 inline uint64_t row_key(uint64_t rounding_key, int64_t slot) { return mix64(rounding_key + uint64_t(slot) * kGolden); }
 inline uint64_t four_words(uint64_t key, int64_t group) { return mix64(key + uint64_t(group + 1) * kGolden); }
 
@@ -148,8 +177,10 @@ inline T* row_at(const Table& table, int64_t slot) {
   return static_cast<T*>(table.weights[slab]) + place * table.dim;
 }
 
-__attribute__((always_inline)) inline void prefetch(const void* p, int64_t bytes) {
+inline void prefetch(const void* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, 0, 3);
+  // Without this, gcc takes a function that only prefetches for one without effect and drops the calls to it.
+  asm volatile("");
 }
 
 }  // namespace unequal

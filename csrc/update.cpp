@@ -1,48 +1,65 @@
 // Backward fused with the optimizer: lookups are grouped by row, each row's gradients are summed in the order of their
 // positions, and the row is updated once. No gradient of a table is ever materialised.
 //
-//   1. Count, in chunks of lookups, how many fall into each bucket. Buckets are ranges of rows in ascending order, so that
-//      rows are updated in the order of their addresses: address translation then costs half as much as in random order.
-//      They are finer where row numbers are low, like floating-point numbers: ids are often numbered by popularity.
-//   2. Place (row, position) pairs into their buckets, in order of position.
-//   3. Take batches of buckets in any order on any thread: sort in cache, sum each run of equal rows, apply the optimizer.
-//   4. Rows read more than kLongRun times are left over: their runs are summed in pieces of kLongRun by all threads, the
-//      pieces added in order, the row updated. So a sum's order depends on the data alone, never on the threads.
+//   1. Lookups become (row, gradient) pairs. Those of a table with many lookups are first placed into buckets, which are ranges
+//      of rows in ascending order: count, in chunks of lookups, how many fall into each, then place them in order. Buckets
+//      are finer where row numbers are low, like floating-point numbers: ids are often numbered by popularity.
+//   2. Take tables with few lookups, and runs of buckets of the others, in any order on any thread: sort in cache, sum each run
+//      of equal rows, apply the optimizer. Rows are met in the order of their addresses: address translation then costs half
+//      as much as in random order.
+//   3. Rows read more than kLongRun times are left over: all threads sum their pieces, then the row is updated.
+//
+// A sum is that of its pieces of kPiece gradients, added in order: it depends on the data alone, never on the threads.
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <utility>
 #include <vector>
+
+#include <omp.h>
+#include <sys/mman.h>
 
 #include "optimizers.h"
 
 namespace unequal {
 namespace {
 
-constexpr int64_t kChunk = 8192;
-constexpr int64_t kBatchLookups = 1024;
-constexpr int64_t kLongRun = 512;
-constexpr int64_t kRowsAhead = 8;       // rows are prefetched this many rows ahead of the one being updated
-constexpr int64_t kGradientsAhead = 12;  // and gradients this many lookups ahead
+constexpr int64_t kFewLookups = 16384;     // a table with no more lookups is sorted in one piece
+constexpr int64_t kBucketLookups = 16384;  // aimed at in the others
+constexpr int64_t kPartLookups = 8192;     // buckets are taken together until they have as many
+constexpr int64_t kChunk = 8192;           // lookups that a thread counts or places at a time
+constexpr int64_t kPackedBags = 512;       // bags that a thread copies at a time
+constexpr int64_t kPiece = 512;            // gradients
+constexpr int64_t kLongRun = 32 * kPiece;
+constexpr int64_t kRowsAhead = 8;          // rows are prefetched this many rows ahead of the one being updated
+constexpr int64_t kGradientsAhead = 12;    // and gradients this many lookups ahead
 
-using Pair = uint64_t;  // row in the high half, position in the low half
+using Pair = uint64_t;  // row in the high half, number of the gradient among its table's in the low half
+inline Pair pair_of(int64_t row, int64_t number) { return Pair(row) << 32 | Pair(number); }
 inline int64_t row_of(Pair pair) { return int64_t(pair >> 32); }
-inline uint32_t position_of(Pair pair) { return uint32_t(pair); }
+inline uint32_t number_of(Pair pair) { return uint32_t(pair); }
 
-struct FeatureRun {      // a feature as the update sees it
+struct FeatureRun {       // a feature as the update sees it
   const Feature* feature;
-  int64_t first;         // its first position
-  bool one_each;         // position − first is the gradient's row: unpooled, or one id per bag
-  const float* values;   // the gradient's rows
+  int64_t first;          // the number of its first gradient
+  const float* values;    // the gradient's rows
   int64_t stride;
+  uint32_t* bags;         // of a pooled feature with weights: the bag of each id, and numbers count ids; otherwise null
+
+  const float* gradient(int64_t number) const {
+    const int64_t index = number - first;
+    return values + (bags ? int64_t(bags[index]) : index) * stride;
+  }
 };
 
 struct TableRun {
   const Table* table;
-  std::vector<int> features;  // into the FeatureRuns, in order of position
-  int64_t lookups = 0;
-  int fine = 0;               // buckets per doubling of the row number: 2^fine
-  int64_t buckets = 0, first_bucket = 0;
-  bool plain = true;          // one feature without weights: the fast path
+  std::vector<size_t> features;           // into the FeatureRuns
+  int64_t lookups = 0, first_pair = 0;
+  int64_t numbers = 0;                    // of gradients, or of ids where they are weighted
+  int fine = 0;                           // buckets per doubling of the row number: 2^fine
+  int64_t buckets = 0, first_bucket = 0;  // none: few lookups
+  bool plain = true;                      // one feature without weights: the fast path
 };
 
 // The bucket of a row, and how many low bits of the row number vary within it. Ascends with the row.
@@ -57,10 +74,35 @@ inline int64_t bucket_of(int64_t row, int fine) {
 }
 
 struct Chunk {
-  int feature, table;
+  size_t feature, table;
   int64_t first, last;     // ids of the feature
   int64_t counts;          // where its bucket counts start
 };
+
+struct Pack {              // bags of a feature whose gradients are copied
+  const FeatureRun* run;
+  float* to;
+  int64_t first, last;
+};
+
+// Calls visit(row, number) for ids [first, last) of a feature, in order, except those without a row.
+template <class Visit>
+inline void each_lookup(const FeatureRun& run, int64_t first, int64_t last, Visit&& visit) {
+  const int64_t *slots = run.feature->slots, *offsets = run.feature->offsets;
+  if (run.feature->pooling == kNone) {
+    for (int64_t i = first; i < last; ++i)
+      if (slots[i] >= 0) visit(slots[i], run.first + i);
+    return;
+  }
+  int64_t bag = std::upper_bound(offsets, offsets + run.feature->bags + 1, offsets[0] + first) - offsets - 1;
+  for (int64_t i = first; i < last; ++bag) {
+    const int64_t end = std::min(offsets[bag + 1] - offsets[0], last);
+    for (; i < end; ++i) {
+      if (run.bags) run.bags[i] = uint32_t(bag);
+      if (slots[i] >= 0) visit(slots[i], run.first + (run.bags ? i : bag));
+    }
+  }
+}
 
 // Where a row and its state lie.
 struct Row {
@@ -87,9 +129,9 @@ inline void prefetch_row(const Table& t, int64_t slot) {
   if (state_per_row<O>(1, dim)) prefetch(row.state[1], state_per_row<O>(1, dim) * 4);
 }
 
-struct Work {
+struct Part {               // buckets [first, last) of a table, or all of it where it has none
   const TableRun* table;
-  int64_t first, last;  // buckets
+  int64_t first, last;
 };
 
 struct LongRun {
@@ -98,20 +140,25 @@ struct LongRun {
   int64_t length, partial;
 };
 
-// Buffers kept between steps: fresh pages cost more than the work done in them.
+// Buffers kept between steps: fresh pages cost more than the work done in them. Large ones lie on 2 MiB pages.
 template <class T>
 struct Buffer {
   T* data = nullptr;
   size_t size = 0;
   T* get(size_t n) {
     if (n > size) {
+      constexpr size_t kHuge = 2 << 20;
       std::free(data);
       size = n + n / 4;
-      data = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
+      const size_t page = size * sizeof(T) < kHuge ? 64 : kHuge, bytes = (size * sizeof(T) + page - 1) / page * page;
+      data = static_cast<T*>(std::aligned_alloc(page, bytes));
       if (!data) {
         size = 0;
         throw std::bad_alloc();
       }
+#if defined(MADV_HUGEPAGE)
+      if (page == kHuge) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
     }
     return data;
   }
@@ -119,62 +166,66 @@ struct Buffer {
 };
 
 struct Workspace {
-  Buffer<Pair> pairs;
-  Buffer<uint32_t> bags, counts;
+  Buffer<Pair> pairs, scratch;
+  Buffer<uint32_t> bags, counts, starts;
   Buffer<float> partials, packed;
 };
 
 struct Step {
   std::vector<FeatureRun> features;
   std::vector<TableRun> tables;
-  uint32_t* bags = nullptr;  // [positions]: the bag of each lookup of a pooled feature with several ids per bag
 
-  const FeatureRun& feature_of(const TableRun& table, uint32_t position) const {
+  const FeatureRun& feature_of(const TableRun& table, uint32_t number) const {
     size_t k = table.features.size() - 1;
-    while (k > 0 && features[size_t(table.features[k])].first > int64_t(position)) --k;
-    return features[size_t(table.features[k])];
+    while (k > 0 && features[table.features[k]].first > int64_t(number)) --k;
+    return features[table.features[k]];
   }
-  const float* gradient(const FeatureRun& run, uint32_t position) const {
-    const int64_t row = run.one_each ? int64_t(position) - run.first : int64_t(bags[position]);
-    return run.values + row * run.stride;
-  }
+
   // sum ← Σ of the gradients of [from, to), prefetching up to `end`.
   template <int D>
-  __attribute__((always_inline)) inline void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end, float* sum) const {
+  __attribute__((always_inline)) inline void add_piece(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                       float* sum) const {
     constexpr int W = kWidth<D>, N = D / W;
     const int64_t dim = D ? D : run.table->dim;
-    if (run.plain) {
-      const FeatureRun& only = features[size_t(run.features[0])];
-      Lanes<W> lanes[N ? N : 1];
-      if constexpr (D != 0) {
-        for (int j = 0; j < N; ++j) lanes[j] = Lanes<W>{};
-      } else {
-        std::fill(sum, sum + dim, 0.0f);
-      }
+    if (D && run.plain) {
+      const float* values = features[run.features[0]].values;
+      const int64_t stride = features[run.features[0]].stride;
+      Lanes<W> lanes[N ? N : 1] = {};
       for (const Pair* p = from; p < to; ++p) {
-        if (p + kGradientsAhead < end) prefetch(gradient(only, position_of(p[kGradientsAhead])), dim * 4);
-        const float* gradient_row = gradient(only, position_of(*p));
-        if constexpr (D != 0) {
-          for (int j = 0; j < N; ++j) lanes[j] += load<W>(gradient_row + W * j);
-        } else {
-          for (int64_t j = 0; j < dim; ++j) sum[j] += gradient_row[j];
-        }
+        if (p + kGradientsAhead < end) prefetch(values + number_of(p[kGradientsAhead]) * stride, D * 4);
+        const float* gradient = values + number_of(*p) * stride;
+        for (int j = 0; j < N; ++j) lanes[j] += load<W>(gradient + W * j);
       }
-      if constexpr (D != 0)
-        for (int j = 0; j < N; ++j) store<W>(sum + W * j, lanes[j]);
+      for (int j = 0; j < N; ++j) store<W>(sum + W * j, lanes[j]);
       return;
     }
     std::fill(sum, sum + dim, 0.0f);
     for (const Pair* p = from; p < to; ++p) {
       if (p + kGradientsAhead < end) {
-        const uint32_t next = position_of(p[kGradientsAhead]);
-        prefetch(gradient(feature_of(run, next), next), dim * 4);
+        const uint32_t next = number_of(p[kGradientsAhead]);
+        prefetch(feature_of(run, next).gradient(next), dim * 4);
       }
-      const FeatureRun& feature = feature_of(run, position_of(*p));
-      const float* gradient_row = gradient(feature, position_of(*p));
-      const float* weights = feature.feature->pooling == kNone ? nullptr : feature.feature->weights;
-      const float factor = weights ? weights[int64_t(position_of(*p)) - feature.first] : 1.0f;
-      for (int64_t j = 0; j < dim; ++j) sum[j] += factor * gradient_row[j];
+      const FeatureRun& feature = feature_of(run, number_of(*p));
+      const float* gradient = feature.gradient(number_of(*p));
+      const float factor = feature.bags ? feature.feature->weights[int64_t(number_of(*p)) - feature.first] : 1.0f;
+      for (int64_t j = 0; j < dim; ++j) sum[j] += factor * gradient[j];
+    }
+  }
+
+  // Likewise of all pieces.
+  template <int D>
+  __attribute__((always_inline)) inline void add_up(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                    float* sum) const {
+    add_piece<D>(run, from, std::min(from + kPiece, to), end, sum);
+    if (to - from > kPiece) add_further_pieces<D>(run, from + kPiece, to, end, sum);
+  }
+  template <int D>
+  __attribute__((noinline)) void add_further_pieces(const TableRun& run, const Pair* from, const Pair* to, const Pair* end,
+                                                    float* sum) const {
+    alignas(64) float piece[D ? D : kMaxDim];
+    for (; from < to; from += kPiece) {
+      add_piece<D>(run, from, std::min(from + kPiece, to), end, piece);
+      for (int64_t j = 0; j < (D ? D : run.table->dim); ++j) sum[j] += piece[j];
     }
   }
 
@@ -198,19 +249,23 @@ struct Step {
   }
 
   // Sums and updates every row of the sorted pairs [first, last), except those read too often, which go to `left`.
+  // starts: room for one more than there are pairs.
   template <int D, int O>
-  void update_all(const TableRun& run, const Pair* first, const Pair* last, std::vector<const Pair*>& starts, float* sum,
+  void update_all(const TableRun& run, const Pair* first, const Pair* last, uint32_t* starts,
                   std::vector<LongRun>& left) const {
     const Table& table = *run.table;
-    starts.clear();
-    for (const Pair* p = first; p < last; ++p)
-      if (p == first || row_of(*p) != row_of(p[-1])) starts.push_back(p);
-    const int64_t rows = int64_t(starts.size());
-    starts.push_back(last);
+    alignas(64) float sum[D ? D : kMaxDim];
+    int64_t rows = 0, previous = -1;
+    for (int64_t i = 0; i < last - first; ++i) {  // without a branch, which could not be predicted
+      starts[rows] = uint32_t(i);
+      rows += row_of(first[i]) != previous;
+      previous = row_of(first[i]);
+    }
+    starts[rows] = uint32_t(last - first);
     for (int64_t r = -kRowsAhead; r < rows; ++r) {
-      if (r + kRowsAhead < rows) prefetch_row<D, O>(table, row_of(*starts[size_t(r + kRowsAhead)]));
+      if (r + kRowsAhead < rows) prefetch_row<D, O>(table, row_of(first[starts[r + kRowsAhead]]));
       if (r < 0) continue;
-      const Pair *p = starts[size_t(r)], *end = starts[size_t(r) + 1];
+      const Pair *p = first + starts[r], *end = first + starts[r + 1];
       if (end - p > kLongRun) {
         left.push_back({&run, p, end - p, 0});
       } else {
@@ -221,10 +276,27 @@ struct Step {
   }
 };
 
-// Sorts by row pairs whose rows differ in their low `bits` only, keeping equal rows in order of position.
-void sort_pairs(Pair* pairs, int64_t n, int bits, std::vector<Pair>& scratch) {
-  if (bits == 0) return;
-  if (n < 48) {  // pairs are unique and positions ascend with their low half: sorting whole pairs does
+// The passes of a radix sort, `width` bits each. The result is in `pairs` after an even number of them, otherwise in `scratch`.
+template <int Passes>
+void radix_passes(Pair* pairs, int64_t n, int width, Pair* scratch) {
+  uint32_t counts[Passes][2048];
+  const int64_t digits = int64_t(1) << width;
+  for (auto& count : counts) std::fill(count, count + digits, 0u);
+  const auto digit = [&](Pair pair, int pass) { return (pair >> (32 + pass * width)) & Pair(digits - 1); };
+  for (int64_t i = 0; i < n; ++i)
+    for (int pass = 0; pass < Passes; ++pass) ++counts[pass][digit(pairs[i], pass)];
+  for (int pass = 0; pass < Passes; ++pass) {
+    uint32_t* place = counts[pass];
+    for (int64_t d = 0, sum = 0; d < digits; ++d) sum += std::exchange(place[d], uint32_t(sum));
+    for (int64_t i = 0; i < n; ++i) scratch[place[digit(pairs[i], pass)]++] = pairs[i];
+    std::swap(pairs, scratch);
+  }
+}
+
+// Sorts by row pairs whose rows differ in their low `bits` only, keeping equal rows in order.
+void sort_pairs(Pair* pairs, int64_t n, int bits, Pair* scratch) {
+  if (bits == 0 || n < 2) return;
+  if (n < 48) {  // numbers ascend: sorting whole pairs does
     for (int64_t i = 1; i < n; ++i) {
       const Pair pair = pairs[i];
       int64_t j = i;
@@ -233,19 +305,14 @@ void sort_pairs(Pair* pairs, int64_t n, int bits, std::vector<Pair>& scratch) {
     }
     return;
   }
-  if (int64_t(scratch.size()) < n) scratch.resize(size_t(n));
-  Pair *from = pairs, *to = scratch.data();
-  const int passes = (bits + 8) / 9, width = (bits + passes - 1) / passes;
-  for (int pass = 0; pass < passes; ++pass) {
-    uint32_t counts[513] = {};
-    const int shift = 32 + pass * width;
-    const uint32_t mask = (1u << width) - 1;
-    for (int64_t i = 0; i < n; ++i) ++counts[((from[i] >> shift) & mask) + 1];
-    for (uint32_t b = 1; b <= mask; ++b) counts[b] += counts[b - 1];
-    for (int64_t i = 0; i < n; ++i) to[counts[(from[i] >> shift) & mask]++] = from[i];
-    std::swap(from, to);
+  const int widest = n < 1024 ? 8 : 11, passes = (bits + widest - 1) / widest, width = (bits + passes - 1) / passes;
+  switch (passes) {
+    case 1: radix_passes<1>(pairs, n, width, scratch); break;
+    case 2: radix_passes<2>(pairs, n, width, scratch); break;
+    case 3: radix_passes<3>(pairs, n, width, scratch); break;
+    default: radix_passes<4>(pairs, n, width, scratch); break;
   }
-  if (from != pairs) std::copy(from, from + n, pairs);
+  if (passes % 2) std::copy(scratch, scratch + n, pairs);
 }
 
 int bits_of(int64_t n) {  // the smallest b with 2^b >= n
@@ -257,153 +324,168 @@ int bits_of(int64_t n) {  // the smallest b with 2^b >= n
 }  // namespace
 }  // namespace unequal
 
-// Returns 0, or 1 where memory for the step's buffers could not be had (nothing was updated then).
-UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, const unequal::Feature* features,
-                          int64_t feature_count, int threads) try {
+// number: of the step, from 0. Returns 0, or 1 where memory for the step's buffers could not be had (nothing was updated then).
+UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_count, const unequal::FeatureSpec* specs,
+                          int64_t spec_count, const unequal::Request* request, double lr_factor, int64_t number,
+                          int threads) try {
   using namespace unequal;
   static thread_local Workspace workspace;
+  std::vector<Table> tables(fixed_tables, fixed_tables + table_count);
+  for (Table& table : tables) {
+    table.lr *= lr_factor;
+    table.correction1 = 1 - std::pow(table.beta1, double(number + 1));
+    table.correction2 = 1 - std::pow(table.beta2, double(number + 1));
+    table.rounding_key = mix64(table.key + uint64_t(number + 1) * kGolden);
+  }
+  const std::vector<Feature> features = features_of(tables.data(), specs, spec_count, *request);
   Step step;
   step.tables.resize(size_t(table_count));
-  int64_t positions = 0;
-  for (int64_t f = 0; f < feature_count; ++f) {
-    const Feature& feature = features[f];
-    FeatureRun run{&feature, positions, feature.pooling == kNone, feature.values, feature.stride};
-    if (!run.one_each && feature.count == feature.bags) {
-      run.one_each = true;
-      for (int64_t b = 0; b < feature.bags && run.one_each; ++b)
-        run.one_each = feature.offsets[b + 1] - feature.offsets[b] == 1;
-    }
-    positions += feature.count;
-    TableRun& table = step.tables[size_t(feature.table)];
-    table.features.push_back(int(f));
-    table.lookups += feature.count;
-    table.plain = table.features.size() == 1 && !(feature.weights && feature.pooling != kNone);
-    step.features.push_back(run);
+  // A bag's gradient that several ids read is copied to lie beside its neighbours' (divided by the bag's length for a mean):
+  // in the module's output it is one piece of a wide row, and every piece lies on another page.
+  const auto is_packed = [](const Feature& feature) {
+    return feature.pooling == kMean || (feature.pooling == kSum && feature.count > feature.bags);
+  };
+  const auto is_weighted = [](const Feature& feature) { return feature.weights && feature.pooling != kNone; };
+  int64_t packed_floats = 0, weighted_ids = 0, lookups = 0;
+  for (const Feature& feature : features) {
+    packed_floats += is_packed(feature) ? feature.bags * tables[size_t(feature.table)].dim : 0;
+    weighted_ids += is_weighted(feature) ? feature.count : 0;
+    lookups += feature.count;
   }
-  int64_t buckets = 0, counters = 0;
+  float* packed = workspace.packed.get(size_t(packed_floats));
+  uint32_t* bags = workspace.bags.get(size_t(weighted_ids));
+  Pair* pairs = workspace.pairs.get(size_t(lookups));
+  step.features.reserve(features.size());
+  std::vector<Pack> packs;
+  for (const Feature& feature : features) {
+    TableRun& table = step.tables[size_t(feature.table)];
+    const bool weighted = is_weighted(feature);
+    step.features.push_back({&feature, table.numbers, feature.values, feature.stride, weighted ? bags : nullptr});
+    if (is_packed(feature)) {
+      FeatureRun& run = step.features.back();
+      run.values = packed;
+      run.stride = tables[size_t(feature.table)].dim;
+      for (int64_t bag = 0; bag < feature.bags; bag += kPackedBags)
+        packs.push_back({&run, packed, bag, std::min(bag + kPackedBags, feature.bags)});
+      packed += feature.bags * run.stride;
+    }
+    bags += weighted ? feature.count : 0;
+    table.features.push_back(step.features.size() - 1);
+    table.lookups += feature.count;
+    table.numbers += weighted || feature.pooling == kNone ? feature.count : feature.bags;
+    table.plain = table.features.size() == 1 && !weighted;
+  }
+  int64_t buckets = 0, counters = 0, first_pair = 0;
   std::vector<Chunk> chunks;
   std::vector<size_t> first_chunk;
   for (int64_t t = 0; t < table_count; ++t) {
     TableRun& run = step.tables[size_t(t)];
-    run.table = &tables[t];
-    run.fine = std::min(bits_of(run.lookups / 4096), 10);
-    run.buckets = bucket_of(std::max<int64_t>(tables[t].rows - 1, 0), run.fine) + 1;
-    run.first_bucket = buckets;
-    buckets += run.buckets;
+    run.table = &tables[size_t(t)];
+    run.first_pair = first_pair;
+    first_pair += run.lookups;
     first_chunk.push_back(chunks.size());
-    for (int f : run.features)
+    if (run.lookups <= kFewLookups) continue;
+    run.fine = std::min(bits_of(run.lookups / kBucketLookups), 10);
+    run.buckets = bucket_of(std::max<int64_t>(run.table->rows - 1, 0), run.fine) + 1;
+    run.first_bucket = buckets;
+    buckets += run.buckets + 1;
+    for (size_t f : run.features)
       for (int64_t i = 0; i < features[f].count; i += kChunk) {
-        chunks.push_back({f, int(t), i, std::min(i + kChunk, features[f].count), counters});
+        chunks.push_back({f, size_t(t), i, std::min(i + kChunk, features[f].count), counters});
         counters += run.buckets;
       }
   }
   first_chunk.push_back(chunks.size());
-  // A bag's gradient that several ids read is copied to lie beside its neighbours' (divided by the bag's length for a mean):
-  // in the module's output it is one piece of a wide row, and every piece lies on another page.
-  int64_t packed = 0;
-  const auto is_packed = [](const FeatureRun& run) {
-    return run.feature->pooling == kMean || (run.feature->pooling == kSum && run.feature->count > run.feature->bags);
-  };
-  bool needs_bags = false;
-  for (const FeatureRun& run : step.features) {
-    packed += is_packed(run) ? run.feature->bags * tables[run.feature->table].dim : 0;
-    needs_bags |= !run.one_each;
-  }
-  float* pieces = packed ? workspace.packed.get(size_t(packed)) : nullptr;
-  for (FeatureRun& run : step.features)
-    if (is_packed(run)) {
-      const Feature& feature = *run.feature;
-      const int64_t dim = tables[feature.table].dim;
-      run.values = pieces;
-      run.stride = dim;
-#pragma omp parallel for schedule(static) num_threads(threads)
-      for (int64_t bag = 0; bag < feature.bags; ++bag) {
+  uint32_t* counts = workspace.counts.get(size_t(counters));
+  std::vector<int64_t> bucket_start(size_t(buckets), 0);  // of each table, and where its last one ends
+
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic) nowait
+    for (size_t k = 0; k < packs.size(); ++k) {
+      const Feature& feature = *packs[k].run->feature;
+      const int64_t dim = packs[k].run->stride;
+      for (int64_t bag = packs[k].first; bag < packs[k].last; ++bag) {
         const int64_t length = feature.offsets[bag + 1] - feature.offsets[bag];
         const float share = feature.pooling == kMean && length > 0 ? 1.0f / float(length) : 1.0f;
-        for (int64_t j = 0; j < dim; ++j) pieces[bag * dim + j] = feature.values[bag * feature.stride + j] * share;
+        for (int64_t j = 0; j < dim; ++j) packs[k].to[bag * dim + j] = feature.values[bag * feature.stride + j] * share;
       }
-      pieces += feature.bags * dim;
     }
-  step.bags = needs_bags ? workspace.bags.get(size_t(positions)) : nullptr;
-  Pair* pairs = workspace.pairs.get(size_t(positions));
-  uint32_t* counts = workspace.counts.get(size_t(counters));
-  std::vector<int64_t> bucket_start(size_t(buckets) + 1, 0);
-  const int64_t chunk_count = int64_t(chunks.size());
-
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t c = 0; c < chunk_count; ++c) {
-    const Chunk& chunk = chunks[size_t(c)];
-    const FeatureRun& run = step.features[size_t(chunk.feature)];
-    const Feature& feature = *run.feature;
-    const TableRun& table = step.tables[size_t(chunk.table)];
-    uint32_t* count = counts + chunk.counts;
-    std::fill(count, count + table.buckets, 0u);
-    for (int64_t i = chunk.first; i < chunk.last; ++i)
-      if (feature.slots[i] >= 0) ++count[bucket_of(feature.slots[i], table.fine)];
-    if (run.one_each) continue;
-    const int64_t* offsets = feature.offsets;
-    int64_t bag = std::upper_bound(offsets, offsets + feature.bags + 1, offsets[0] + chunk.first) - offsets - 1;
-    for (int64_t i = chunk.first; i < chunk.last; ++bag) {
-      const int64_t end = std::min(offsets[bag + 1] - offsets[0], chunk.last);
-      for (; i < end; ++i) step.bags[run.first + i] = uint32_t(bag);
+#pragma omp for schedule(dynamic)
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      const TableRun& table = step.tables[chunks[c].table];
+      const int64_t* slots = features[chunks[c].feature].slots;
+      uint32_t* count = counts + chunks[c].counts;
+      std::fill(count, count + table.buckets, 0u);
+      for (int64_t i = chunks[c].first; i < chunks[c].last; ++i)
+        if (slots[i] >= 0) ++count[bucket_of(slots[i], table.fine)];
     }
   }
 
-  int64_t place = 0;
+  std::vector<Part> parts;
+  int64_t longest = 0;  // lookups of a part
   for (int64_t t = 0; t < table_count; ++t) {
     const TableRun& run = step.tables[size_t(t)];
-    for (int64_t b = 0; b < run.buckets; ++b) {
-      bucket_start[size_t(run.first_bucket + b)] = place;
-      for (size_t c = first_chunk[size_t(t)]; c < first_chunk[size_t(t) + 1]; ++c) {
-        uint32_t& count = counts[chunks[c].counts + b];
-        const uint32_t n = count;
-        count = uint32_t(place);
-        place += n;
+    if (!run.buckets) {
+      parts.push_back({&run, 0, 0});
+      longest = std::max(longest, run.lookups);
+      continue;
+    }
+    int64_t place = run.first_pair;
+    int64_t* starts = &bucket_start[size_t(run.first_bucket)];
+    for (int64_t b = 0, first = 0; b < run.buckets; ++b) {
+      starts[b] = place;
+      for (size_t c = first_chunk[size_t(t)]; c < first_chunk[size_t(t) + 1]; ++c)
+        place += std::exchange(counts[chunks[c].counts + b], uint32_t(place));
+      if (place - starts[first] >= kPartLookups || b + 1 == run.buckets) {
+        parts.push_back({&run, first, b + 1});
+        longest = std::max(longest, place - starts[first]);
+        first = b + 1;
       }
     }
+    starts[run.buckets] = place;
   }
-  bucket_start[size_t(buckets)] = place;
-
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t c = 0; c < chunk_count; ++c) {
-    const Chunk& chunk = chunks[size_t(c)];
-    const FeatureRun& run = step.features[size_t(chunk.feature)];
-    const int64_t* slots = run.feature->slots;
-    const int fine = step.tables[size_t(chunk.table)].fine;
-    uint32_t* next = counts + chunk.counts;
-    for (int64_t i = chunk.first; i < chunk.last; ++i)
-      if (slots[i] >= 0) pairs[next[bucket_of(slots[i], fine)]++] = Pair(slots[i]) << 32 | Pair(run.first + i);
-  }
-
-  std::vector<Work> work;
-  for (const TableRun& run : step.tables)
-    for (int64_t b = run.first_bucket, end = run.first_bucket + run.buckets; b < end;) {
-      const int64_t first = b, from = bucket_start[size_t(b)];
-      while (b < end && bucket_start[size_t(b)] - from < kBatchLookups) ++b;
-      if (bucket_start[size_t(b)] > from) work.push_back({&run, first, b});
-    }
+  // Small parts last, so that the threads end together.
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const Part& a, const Part& b) { return a.table->lookups > b.table->lookups; });
+  Pair* scratch = workspace.scratch.get(size_t(longest * threads));
+  uint32_t* starts = workspace.starts.get(size_t((longest + 1) * threads));
   std::vector<LongRun> long_runs;
 
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<Pair> scratch;
+#pragma omp for schedule(dynamic)
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      const int fine = step.tables[chunks[c].table].fine;
+      uint32_t* next = counts + chunks[c].counts;
+      each_lookup(step.features[chunks[c].feature], chunks[c].first, chunks[c].last,
+                  [&](int64_t row, int64_t number) { pairs[next[bucket_of(row, fine)]++] = pair_of(row, number); });
+    }
+    Pair* my_scratch = scratch + longest * omp_get_thread_num();
+    uint32_t* my_starts = starts + (longest + 1) * omp_get_thread_num();
     std::vector<LongRun> mine;
-    std::vector<const Pair*> starts;
-    alignas(64) float sum[kMaxDim];
 #pragma omp for schedule(dynamic) nowait
-    for (int64_t w = 0; w < int64_t(work.size()); ++w) {
-      const TableRun& run = *work[size_t(w)].table;
-      Pair* first = pairs + bucket_start[size_t(work[size_t(w)].first)];
-      Pair* last = pairs + bucket_start[size_t(work[size_t(w)].last)];
-      for (int64_t b = work[size_t(w)].first; b < work[size_t(w)].last; ++b) {
-        Pair* bucket = pairs + bucket_start[size_t(b)];
-        const int64_t n = bucket_start[size_t(b) + 1] - bucket_start[size_t(b)];
-        int loose = 0;
-        if (n > 1 && (bucket_of(row_of(*bucket), run.fine, loose), loose)) sort_pairs(bucket, n, loose, scratch);
+    for (size_t k = 0; k < parts.size(); ++k) {
+      const TableRun& run = *parts[k].table;
+      Pair *first = pairs + run.first_pair, *last = first;
+      if (run.buckets) {
+        const int64_t* bucket = &bucket_start[size_t(run.first_bucket)];
+        first = pairs + bucket[parts[k].first];
+        last = pairs + bucket[parts[k].last];
+        for (int64_t b = parts[k].first; b < parts[k].last; ++b) {
+          int loose = 0;
+          if (bucket[b + 1] > bucket[b]) bucket_of(row_of(pairs[bucket[b]]), run.fine, loose);
+          sort_pairs(pairs + bucket[b], bucket[b + 1] - bucket[b], loose, my_scratch);
+        }
+      } else {
+        for (size_t f : run.features)
+          each_lookup(step.features[f], 0, features[f].count,
+                      [&](int64_t row, int64_t number) { *last++ = pair_of(row, number); });
+        sort_pairs(first, last - first, bits_of(run.table->rows), my_scratch);
       }
       by_dim(run.table->dim, [&](auto dim) {
         by_optimizer(run.table->optimizer, [&](auto optimizer) {
-          step.template update_all<decltype(dim)::value, decltype(optimizer)::value>(run, first, last, starts, sum, mine);
+          step.template update_all<decltype(dim)::value, decltype(optimizer)::value>(run, first, last, my_starts, mine);
         });
       });
     }
@@ -413,37 +495,40 @@ UNEQUAL_API int uq_update(const unequal::Table* tables, int64_t table_count, con
 
   if (!long_runs.empty()) {
     int64_t floats = 0;
-    std::vector<std::pair<const LongRun*, int64_t>> parts;
+    std::vector<std::pair<const LongRun*, int64_t>> pieces;
     for (LongRun& run : long_runs) {
       run.partial = floats;
-      const int64_t count = (run.length + kLongRun - 1) / kLongRun;
+      const int64_t count = (run.length + kPiece - 1) / kPiece;
       floats += count * run.table->table->dim;
-      for (int64_t k = 0; k < count; ++k) parts.emplace_back(&run, k);
+      for (int64_t k = 0; k < count; ++k) pieces.emplace_back(&run, k);
     }
     float* partials = workspace.partials.get(size_t(floats));
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t k = 0; k < int64_t(parts.size()); ++k) {
-      const LongRun& run = *parts[size_t(k)].first;
-      const Pair* from = run.first + parts[size_t(k)].second * kLongRun;
-      const Pair* to = std::min(from + kLongRun, run.first + run.length);
-      const int64_t dim = run.table->table->dim;
-      by_dim(dim, [&](auto constant) {
-        step.template add_up<decltype(constant)::value>(*run.table, from, to, to,
-                                                        partials + run.partial + parts[size_t(k)].second * dim);
-      });
-    }
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t k = 0; k < int64_t(long_runs.size()); ++k) {
-      const LongRun& run = long_runs[size_t(k)];
-      const Table& table = *run.table->table;
-      float* sum = partials + run.partial;
-      for (int64_t piece = 1; piece * kLongRun < run.length; ++piece)
-        for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
-      by_dim(table.dim, [&](auto dim) {
-        by_optimizer(table.optimizer, [&](auto optimizer) {
-          step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+      for (size_t k = 0; k < pieces.size(); ++k) {
+        const LongRun& run = *pieces[k].first;
+        const Pair* from = run.first + pieces[k].second * kPiece;
+        const Pair* to = std::min(from + kPiece, run.first + run.length);
+        const int64_t dim = run.table->table->dim;
+        by_dim(dim, [&](auto constant) {
+          step.template add_piece<decltype(constant)::value>(*run.table, from, to, to,
+                                                             partials + run.partial + pieces[k].second * dim);
         });
-      });
+      }
+#pragma omp for schedule(dynamic)
+      for (size_t k = 0; k < long_runs.size(); ++k) {
+        const LongRun& run = long_runs[k];
+        const Table& table = *run.table->table;
+        float* sum = partials + run.partial;
+        for (int64_t piece = 1; piece * kPiece < run.length; ++piece)
+          for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
+        by_dim(table.dim, [&](auto dim) {
+          by_optimizer(table.optimizer, [&](auto optimizer) {
+            step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum);
+          });
+        });
+      }
     }
   }
   return 0;

@@ -111,3 +111,18 @@ def test_outputs_may_lie_in_wider_rows(backend):
     assert backend.lookup(request, wide, []) == -1
     assert torch.equal(wide[:, 10:26], torch.stack([rows.weights[0][1], rows.weights[0][2] + rows.weights[0][3]]))
     assert (wide[:, :10] == 7).all() and (wide[:, 26:] == 7).all()
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 20), (8, 16), (128, 32)])
+def test_outputs_larger_than_the_caches(backend, dims):
+    """They are written another way, where the width of a row allows it."""
+    generator = torch.Generator().manual_seed(2)
+    tables = [make_rows(500, dim, seed=t) for t, dim in enumerate(dims)]
+    lists = [torch.randint(500, (int(n),), generator=generator).tolist() for n in torch.arange(24_000) % 4]
+    request = make_request(tables, [(0, "sum", lists), (1, "mean", lists), (0, None, lists)])
+    wrong, pooled, (sequence,) = run(backend, request)
+    assert wrong == -1
+    _, expected, (expected_sequence,) = run(reference, request)
+    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(sequence, expected_sequence)

@@ -106,6 +106,24 @@ def test_every_optimizer_on_many_lookups(backend, optimizer, dim):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("poolings", [("sum",), (None,), ("sum", "mean", None)])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("rows", [5, 70_000])
+def test_tables_with_many_lookups(backend, poolings, weights, rows):
+    """So many that they are placed into buckets first; of few rows, each is read more often than one thread should sum."""
+    generator = torch.Generator().manual_seed(4)
+    lists = lambda: [  # noqa: E731
+        (torch.rand(int(n), generator=generator) ** 3 * rows).long().tolist()
+        for n in torch.randint(0, 90, (1000,), generator=generator)
+    ]
+    tables = [make_rows(rows, 16, optimizer=RowWiseAdagrad(lr=0.1), strict=False), make_rows(9, 5)]
+    features = [(0, pooling, lists()) for pooling in poolings] + [(1, "sum", [[3, -1]] * 1000)]
+    request = make_request(tables, features, weights=weights)
+    gradients = random_gradients(request)
+    assert_tables_close(run(backend, request, gradients), run(reference, request, gradients))
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_narrow_tables(backend, dtype, optimizer):

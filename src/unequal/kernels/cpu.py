@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,29 @@ import torch
 from torch import Tensor
 
 from .native import library
-from .request import POOLINGS, Request, TableRows
+from .request import MASK, POOLINGS, Request, TableRows
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+Record = npt.NDArray[Any]
 # Mirrors of the structs in csrc/common.h.
 _TABLE = np.dtype(
-    [(name, np.uint64) for name in ("weights", "state0", "state1")]
-    + [(name, np.int64) for name in ("slab_log2", "rows", "dim", "dtype", "optimizer")]
-    + [(n, np.float64) for n in ("lr", "decay", "beta1", "beta2", "eps", "trust", "correction1", "correction2")]
-    + [("rounding_key", np.uint64)]
+    [
+        (name, np.int64)
+        for name in ("weights", "state0", "state1", "slab_log2", "rows", "dim", "dtype", "optimizer", "strict")
+    ]
+    + [(name, np.float64) for name in ("lr", "decay", "beta1", "beta2", "eps", "trust")]
+    + [("key", np.uint64)]
+    + [(name, np.int64) for name in ("correction1", "correction2", "rounding_key")]
 )
-_FEATURE = np.dtype(
-    [(name, np.int64) for name in ("table", "pooling", "count", "bags")]
-    + [(name, np.uint64) for name in ("slots", "offsets", "weights", "values")]
-    + [("stride", np.int64)]
-)
-Record = npt.NDArray[Any]
+_SPEC = np.dtype([(name, np.int64) for name in ("table", "pooling", "place")])
+
+
+class _Request(ctypes.Structure):
+    parts: Record  # what `sequences` points to
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("index", "size", "ids", "slots", "offsets", "weights", "pooled", "pooled_stride", "sequences")
+    ]
 
 
 def _library() -> ctypes.CDLL:
@@ -56,79 +64,82 @@ def _describe_table(rows: TableRows) -> Record:
         for name, pointer in zip(("state0", "state1"), pointers[1:]):
             fixed[name] = pointer.ctypes.data
         fixed["slab_log2"], fixed["dim"], fixed["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
+        fixed["strict"], fixed["key"], fixed["lr"] = rows.strict, rows.key & MASK, rows.optimizer.lr
         fixed["optimizer"], fixed["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
         fixed["beta1"], fixed["beta2"], fixed["eps"], fixed["trust"] = rows.optimizer.hyperparameters()
-        fixed["correction1"] = fixed["correction2"] = 1.0
         rows.cached = (fixed, pointers)  # the pointer arrays must live as long as the record
     record: Record = rows.cached[0]
     record["rows"] = rows.rows
     return record
 
 
-def _describe_tables(tables: Sequence[TableRows], lr_factor: float = 0.0, step: int = 0) -> Record:
-    records = np.empty(len(tables), _TABLE)
-    raw = records.view(np.uint8).reshape(len(tables), -1)  # copied as bytes: numpy goes field by field otherwise
-    for to, rows in zip(raw, tables):
-        to[:] = _describe_table(rows).view(np.uint8)
-    records["lr"] = np.array([rows.optimizer.lr for rows in tables]) * lr_factor
-    records["correction1"] = 1 - records["beta1"] ** (step + 1)
-    records["correction2"] = 1 - records["beta2"] ** (step + 1)
-    for t, rows in enumerate(tables):
-        if rows.dtype != torch.float32:
-            records["rounding_key"][t] = rows.rounding_key(step)
-    return records
+@dataclass(slots=True)
+class _Fixed:
+    """What a module's descriptors have in common from step to step. Kept with its features."""
+
+    specs: Record
+    tables: Record
+    sources: list[Any]
+    """the tables' own descriptors that `tables` was made of"""
+    growing: list[int]
+    """the tables whose number of rows may change"""
+
+    def arguments(self) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
+        tables, specs = self.tables, self.specs
+        return _pointer(tables), ctypes.c_int64(len(tables)), _pointer(specs), ctypes.c_int64(len(specs))
 
 
-def _describe_features(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> Record:
-    """One record per feature whose output (or gradient) is given."""
-    specs = request.features
-    if specs.cached is None:
-        fixed = np.zeros(len(specs), _FEATURE)
-        fixed["table"] = [spec.table for spec in specs]
-        fixed["pooling"] = [POOLINGS[spec.pooling] for spec in specs]
-        strict = np.array([request.tables[spec.table].strict for spec in specs])
-        is_pooled = np.array([spec.pooling is not None for spec in specs])
-        specs.cached = (fixed, strict, is_pooled, np.array([spec.place for spec in specs], np.uint64))
-    fixed, strict, is_pooled, places = specs.cached
-    records: Record = fixed.copy()
-    records["count"] = request.counts()
-    records["bags"] = request.size
-    starts = request.starts.astype(np.uint64)
-    slots = request.ids if request.slots is None else request.slots
-    records["slots"] = np.where(strict, np.uint64(request.ids.data_ptr()), np.uint64(slots.data_ptr())) + starts * 8
-    records["offsets"] = request.offsets.data_ptr() + request.index * (8 * request.size)
-    if request.weights is not None:
-        records["weights"] = np.uint64(request.weights.data_ptr()) + starts * 4
-    used = ~is_pooled
-    if pooled is not None:
-        records["values"] = np.where(is_pooled, np.uint64(pooled.data_ptr()) + places * 4, 0)
-        records["stride"] = pooled.stride(0)
-        used |= is_pooled
-    for f in np.flatnonzero(~is_pooled):
-        part = sequences[specs[f].place]
-        used[f] = part is not None
-        if part is not None:
-            records["values"][f], records["stride"][f] = part.data_ptr(), part.stride(0)
-    return records if used.all() else records[used]
+def _fix(request: Request) -> _Fixed:
+    features, tables = request.features, request.tables
+    fixed: _Fixed | None = features.cached
+    if (
+        fixed is None
+        or len(fixed.sources) != len(tables)
+        or any(rows.cached is not source for rows, source in zip(tables, fixed.sources))
+    ):
+        fixed = features.cached = _Fixed(
+            np.array([(spec.table, POOLINGS[spec.pooling], spec.place) for spec in features], _SPEC),
+            np.concatenate([_describe_table(rows) for rows in tables]),
+            [rows.cached for rows in tables],
+            [t for t, rows in enumerate(tables) if not rows.strict],
+        )
+    for t in fixed.growing:
+        fixed.tables["rows"][t] = tables[t].rows
+    return fixed
+
+
+def _describe(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> _Request:
+    parts = [(0, 0) if part is None else (part.data_ptr(), part.stride(0)) for part in sequences]
+    described = _Request(
+        index=request.index.ctypes.data,
+        size=request.size,
+        ids=request.ids.data_ptr(),
+        slots=0 if request.slots is None else request.slots.data_ptr(),
+        offsets=request.offsets.data_ptr(),
+        weights=0 if request.weights is None else request.weights.data_ptr(),
+        pooled=0 if pooled is None else pooled.data_ptr(),
+        pooled_stride=0 if pooled is None else pooled.stride(0),
+    )
+    if parts:
+        described.parts = np.array(parts, np.int64)
+        described.sequences = described.parts.ctypes.data
+    return described
 
 
 def _rows_contiguous(part: Tensor | None) -> Tensor | None:
     """As the kernels read gradients: float32, the values of a row side by side."""
     if part is None:
         return None
-    part = part.float()
+    if part.dtype != torch.float32:
+        part = part.float()
     return part if part.stride(-1) == 1 else part.contiguous()
 
 
 def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> int:
-    tables, features = _describe_tables(request.tables), _describe_features(request, pooled, sequences)
-    strict = np.array([rows.strict for rows in request.tables], dtype=np.uint8)
     return int(
         _library().uq_lookup(
-            _pointer(tables),
-            _pointer(features),
-            ctypes.c_int64(len(features)),
-            _pointer(strict),
+            *_fix(request).arguments(),
+            ctypes.byref(_describe(request, pooled, sequences)),
             _threads(request.ids.numel()),
         )
     )
@@ -138,13 +149,11 @@ def update(
     request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
 ) -> None:
     pooled, sequences = _rows_contiguous(pooled), [_rows_contiguous(part) for part in sequences]
-    tables = _describe_tables(request.tables, lr_factor, step)
-    features = _describe_features(request, pooled, sequences)
     failed = _library().uq_update(
-        _pointer(tables),
-        ctypes.c_int64(len(tables)),
-        _pointer(features),
-        ctypes.c_int64(len(features)),
+        *_fix(request).arguments(),
+        ctypes.byref(_describe(request, pooled, sequences)),
+        ctypes.c_double(lr_factor),
+        ctypes.c_int64(step),
         _threads(request.ids.numel()),
     )
     if failed:
