@@ -12,8 +12,19 @@ inline float draw(uint64_t key, int64_t column) {
 }
 
 inline void put(float* to, float x) { *to = x; }
-inline void put(BFloat* to, float x) { *to = round_to(x, 0x8000u, BFloat{}); }
-inline void put(Half* to, float x) { *to = round_to(x, 0x1000u, Half{}); }
+// To the nearest, ties to even: just under half a unit is added, or half a unit where the last bit that is kept is odd.
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline void put(BFloat* to, float x) { *to = round_to(x, 0x7FFFu + (bits_of(x) >> 16 & 1u), BFloat{}); }
+inline void put(Half* to, float x) {
+  if (std::fabs(x) < 0x1p-14f)  // where the spacing is 2^-24
+    to->bits = uint16_t((bits_of(x) >> 16 & 0x8000u) | uint16_t(std::nearbyint(std::fabs(x) * 0x1p24f)));
+  else
+    *to = round_to(x, 0xFFFu + (bits_of(x) >> 13 & 1u), Half{});
+}
 
 template <class T>
 void fill(const Table& table, const int64_t* ids, int64_t first_slot, int64_t count, uint64_t key, float width, int threads) {

@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from unequal.batch import Batch, Jagged
 from unequal.kernels import native, reference
@@ -109,7 +110,8 @@ if native.library() is not None:
     from unequal.kernels import cpu
 
     THREADED.append(pytest.param(cpu, id="cpu"))
-FAST = [*THREADED, pytest.param(TritonBackend(), id="triton")]
+TRITON = [pytest.param(TritonBackend(), id="triton")]
+FAST = [*THREADED, *TRITON]
 BACKENDS = [pytest.param(reference, id="reference"), *FAST]
 
 
@@ -118,8 +120,8 @@ def sized(backend, full, small):
     return small if isinstance(backend, TritonBackend) and DEVICE == "cpu" else full
 
 
-EXAMPLES = 60
-"""of a property test: on a GPU each new row width and optimizer is compiled first, without one the interpreter is slow"""
+FEW = settings(max_examples=25, deadline=None)
+"""for property tests of the Triton kernels: a GPU compiles each new row width and optimizer first, the interpreter is slow"""
 
 
 def make_rows(rows, dim, *, dtype=torch.float32, optimizer=None, slab_log2=-1, seed=0, strict=True):

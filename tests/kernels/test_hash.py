@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import BACKENDS, EXAMPLES, FAST, THREADED
+from tests.kernels.cases import BACKENDS, FAST, FEW, THREADED, TRITON
 from unequal.kernels import reference
 
 IDS = st.one_of(st.integers(0, 15), st.integers(-(2**63), 2**63 - 1))
@@ -32,8 +32,8 @@ def test_admission(backend):
     assert directory.insert(ids_of([5]), rare=0)[0].tolist() == [3]
 
 
-@pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=EXAMPLES, deadline=None)
+@pytest.mark.parametrize("backend", THREADED)
+@settings(max_examples=100, deadline=None)
 @given(batches=BATCHES, admit_after=st.integers(1, 4), again=st.booleans())
 def test_agrees_with_reference(backend, batches, admit_after, again):
     one, other = backend.HashDirectory(admit_after, 1), reference.HashDirectory(admit_after, 1)
@@ -47,6 +47,13 @@ def test_agrees_with_reference(backend, batches, admit_after, again):
         assert torch.equal(one.find(ids_of(batch)), other.find(ids_of(batch)))
     for got, wanted in zip(one.entries(), other.entries()):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+@FEW
+@given(batches=BATCHES, admit_after=st.integers(1, 4), again=st.booleans())
+def test_triton_agrees_with_reference(backend, batches, admit_after, again):
+    test_agrees_with_reference.hypothesis.inner_test(backend, batches, admit_after, again)
 
 
 @pytest.mark.parametrize("backend", THREADED)

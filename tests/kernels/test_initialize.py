@@ -34,3 +34,14 @@ def test_a_row_depends_on_its_id_alone(backend):
     backend.initialize(one, torch.tensor([42]), 3, 1, 0.1)
     backend.initialize(other, torch.tensor([7, 42]), 20, 2, 0.1)
     assert torch.equal(one.weights[0][3], other.weights[0][21])
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("std", [0.05, 1e-5])
+def test_ties_are_rounded_to_even(backend, dtype, std):
+    """Few values lie exactly between two: it takes many to meet them. 1e-5 is below the smallest normal float16."""
+    one, other = (make_rows(5_000, 64, dtype=dtype) for _ in range(2))
+    backend.initialize(one, None, 0, 5_000, std)
+    reference.initialize(other, None, 0, 5_000, std)
+    assert torch.equal(one.weights[0].view(torch.uint8), other.weights[0].view(torch.uint8))

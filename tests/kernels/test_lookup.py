@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import BACKENDS, EXAMPLES, FAST, THREADED, make_request, make_rows, outputs_for
+from tests.kernels.cases import BACKENDS, FAST, FEW, THREADED, TRITON, make_request, make_rows, outputs_for, sized
 from unequal.kernels import reference
 from unequal.kernels.request import FeatureSpecs
 
@@ -52,8 +52,8 @@ def requests(draw):
     return make_request(tables, features, weights=draw(st.booleans()))
 
 
-@pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=EXAMPLES, deadline=None)
+@pytest.mark.parametrize("backend", THREADED)
+@settings(max_examples=150, deadline=None)
 @given(request=requests())
 def test_agrees_with_reference(backend, request):
     wrong, pooled, sequences = run(backend, request)
@@ -63,6 +63,13 @@ def test_agrees_with_reference(backend, request):
         torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(sequences, expected_sequences):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+@FEW
+@given(request=requests())
+def test_triton_agrees_with_reference(backend, request):
+    test_agrees_with_reference.hypothesis.inner_test(backend, request)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,7 +126,10 @@ def test_outputs_larger_than_the_caches(backend, dims):
     """They are written another way, where the width of a row allows it."""
     generator = torch.Generator().manual_seed(2)
     tables = [make_rows(500, dim, seed=t) for t, dim in enumerate(dims)]
-    lists = [torch.randint(500, (int(n),), generator=generator).tolist() for n in torch.arange(24_000) % 4]
+    lists = [
+        torch.randint(500, (int(n),), generator=generator).tolist()
+        for n in torch.arange(sized(backend, 24_000, 40)) % 4
+    ]
     request = make_request(tables, [(0, "sum", lists), (1, "mean", lists), (0, None, lists)])
     wrong, pooled, (sequence,) = run(backend, request)
     assert wrong == -1

@@ -223,8 +223,9 @@ class Embeddings(nn.Module):
         if weights is not None and weights.numel() != batch.ids.numel():
             batch.check()
         if self._side is None:
-            lengths = batch.lengths
-            if int(batch.offsets[-1]) != batch.ids.numel() or (lengths.numel() and int(lengths.min()) < 0):
+            # By numpy: torch would wake its threads for a smallest number.
+            lengths = batch.lengths.numpy()
+            if batch.offsets.numpy()[-1] != batch.ids.numel() or lengths.min(initial=0) < 0:
                 batch.check()
         listed = self._side is None or self._listed
         request = Request(

@@ -56,6 +56,10 @@ class TableRows:
         memo[id(self)] = copied
         return copied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is cached: it points into this process's memory."""
+        return TableRows, (self.weights, self.states, self.rows, self.optimizer, self.slab_log2, self.strict, self.key)
+
     @property
     def dim(self) -> int:
         return self.weights[0].shape[1]

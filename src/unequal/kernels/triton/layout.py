@@ -161,6 +161,7 @@ def _make(request: Request) -> Layout:
         for t, rows in enumerate(tables)
         for slab in range(len(rows.weights))
     ]  # fmt: skip
+    padded_tables = max(2, triton.next_power_of_2(len(tables)))  # with one, Triton 3.6 fails on the search among them
     batch_features = request.batch_features
     places = [-1] * triton.next_power_of_2(batch_features)
     for f, place in enumerate(request.index.tolist()):
@@ -185,9 +186,7 @@ def _make(request: Request) -> Layout:
         index=request.index.tobytes(),
         device=device,
         unit=math.gcd(4, *(rows.dim for rows in tables), *(spec.place for spec in specs if spec.pooling is not None)),
-        first_keys=on_device(
-            [*first_key[:-1], *[2**62] * (triton.next_power_of_2(len(tables)) - len(tables))], torch.int64
-        ),
+        first_keys=on_device([*first_key[:-1], *[2**62] * (padded_tables - len(tables))], torch.int64),
         slab_records=on_device(slab_records, torch.int64),
         slab_numbers=on_device([numbers[record[0]] for record in slab_records], torch.float32),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..request import Request
 from . import sorting
-from .launch import launch
+from .launch import INTERPRETED, launch
 from .layout import Layout, layout_of, warps_for
 from .optimizers import NUMBERS, apply, state_width
 from .random import row_key
@@ -27,8 +27,9 @@ TILE = 256
 """values a program of update_pieces holds: 2 rows of 128"""
 JOIN = 128
 """partial sums that join_pieces adds at a time"""
-PROGRAMS, JOINERS = 256 * 132, 8 * 132
-"""programs of update_pieces and join_pieces, which take pieces or runs in turn: enough to fill a large GPU"""
+PROGRAMS, JOINERS = (256 * 132, 8 * 132) if not INTERPRETED else (8, 2)
+"""programs of update_pieces and join_pieces, which take pieces or runs in turn: enough to fill a large GPU. In the interpreter
+programs run one after the other."""
 
 
 @triton.jit
