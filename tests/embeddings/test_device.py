@@ -1,6 +1,8 @@
 """The module with the Triton kernels: on a GPU, or on the CPU in Triton's interpreter."""
 
 import copy
+import importlib
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from unequal.embeddings import device as device_module
 from unequal.embeddings import module as embeddings_module
 from unequal.errors import DataError, UserError
 
+layout_module = importlib.import_module("unequal.kernels.triton.layout")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -156,6 +159,29 @@ def test_out_of_memory_says_what_to_do(monkeypatch):
         and message.index("'big'") < message.index("'small'")
     )
     assert "float16" in message and "shard them over 5 or more" in message and "CPU" in message
+
+
+def test_row_numbers_beyond_32_bits(monkeypatch):
+    """Sorted as int64: what a module of more than 2^31 rows does."""
+    states = []
+    for small_keys in (2**31, 5):
+        monkeypatch.setattr(layout_module, "SMALL_KEYS", small_keys)
+        module = make(DEVICE)
+        train(module, [batch_of(seed) for seed in range(2)], DEVICE)
+        states.append(module.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_copy_goes_its_own_way():
+    module = make(DEVICE)
+    train(module, [batch_of(0)], DEVICE)
+    copied, restored = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    train(module, [batch_of(1)], DEVICE)
+    for other in (copied, restored):
+        assert other.step == 1
+        assert not torch.equal(other.state_dict()["item.weight"], module.state_dict()["item.weight"])
+        train(other, [batch_of(1)], DEVICE)
+        assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
 
 
 def test_features_that_get_no_gradient_are_not_updated():

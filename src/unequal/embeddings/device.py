@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -29,6 +30,10 @@ class DeviceSide:
         self._lookups = 0
         self._copy = torch.zeros(features, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._arrival: torch.cuda.Event | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An event can be neither copied nor saved; without it the next look at the note starts afresh."""
+        return {**self.__dict__, "_arrival": None}
 
     def set_step(self, step: int) -> None:
         self.clock[0] = step

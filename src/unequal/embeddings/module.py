@@ -186,6 +186,9 @@ class Embeddings(nn.Module):
         return specs
 
     def forward(self, batch: Batch | Mapping[str, Jagged | Tensor]) -> Output:
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):  # kernels are launched on the current device
+                return self.forward(batch)
         if not isinstance(batch, Batch):
             batch = Batch.from_jagged({name: batch[name] for name in self.features if name in batch})
         update = self.training and torch.is_grad_enabled()
@@ -222,11 +225,11 @@ class Embeddings(nn.Module):
             weights = weights.float().contiguous()
         if weights is not None and weights.numel() != batch.ids.numel():
             batch.check()
-        if self._side is None:
-            # By numpy: torch would wake its threads for a smallest number.
-            lengths = batch.lengths.numpy()
-            if batch.offsets.numpy()[-1] != batch.ids.numel() or lengths.min(initial=0) < 0:
+        if self._kernels.offsets is not None:
+            offsets, smallest = self._kernels.offsets(batch.lengths)
+            if smallest < 0 or int(offsets[-1]) != batch.ids.numel():
                 batch.check()
+            batch._offsets = offsets
         listed = self._side is None or self._listed
         request = Request(
             self._rows, self._spec_list, batch.size, self._index, batch.ids, None, batch.offsets, weights,

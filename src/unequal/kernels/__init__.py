@@ -5,6 +5,7 @@ update(request, pooled, sequences, ...)    sums gradients per row and applies th
 initialize(rows, ids, first, count, std)   fresh rows
 round_rows(values, slots, dtype, key)      stochastic rounding
 unique(ids)                                distinct ids, inverse, counts
+offsets(lengths)                           where lists start, and the smallest length (CPU only)
 HashDirectory(...)                         id → slot for unbounded ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
@@ -33,6 +34,7 @@ class Backend:
     round_rows: Callable[..., torch.Tensor]
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     HashDirectory: Callable[..., Any]
+    offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
 
     @property
     def on_device(self) -> bool:
@@ -41,9 +43,8 @@ class Backend:
 
 
 def _from_module(name: str, module: ModuleType) -> Backend:
-    return Backend(
-        name=name, **{part.name: getattr(module, part.name) for part in fields(Backend) if part.name != "name"}
-    )
+    parts = {part.name: getattr(module, part.name) for part in fields(Backend) if hasattr(module, part.name)}
+    return Backend(name=name, **parts)
 
 
 def backend(device: torch.device | str = "cpu") -> Backend:

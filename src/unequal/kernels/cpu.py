@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL:
     native = library()
     assert native is not None, "the caller asks for this backend only where the library is there"
     if native.uq_lookup.restype is not ctypes.c_int64:
-        for name in ("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique"):
+        for name in ("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_offsets"):
             getattr(native, name).restype = ctypes.c_int64
     return native
 
@@ -186,6 +186,15 @@ def round_rows(values: Tensor, slots: Tensor, dtype: torch.dtype, key: int) -> T
         ctypes.c_uint64(key),
     )
     return out
+
+
+def offsets(lengths: Tensor) -> tuple[Tensor, int]:
+    if lengths.dtype not in (torch.int32, torch.int64):
+        lengths = lengths.long()
+    lengths = lengths.contiguous()
+    starts = torch.empty(lengths.numel() + 1, dtype=torch.int64)
+    count, width = ctypes.c_int64(lengths.numel()), ctypes.c_int64(lengths.element_size())
+    return starts, int(_library().uq_offsets(_pointer(lengths), count, width, _pointer(starts)))
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from .hash import HashDirectory
 from .initialize import initialize
 from .lookup import lookup
+from .offsets import offsets
 from .rounding import round_rows
 from .unique import unique
 from .update import update
 
-__all__ = ["HashDirectory", "initialize", "lookup", "round_rows", "unique", "update"]
+__all__ = ["HashDirectory", "initialize", "lookup", "offsets", "round_rows", "unique", "update"]

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...errors import UserError
 from ...optim import Optimizer
 from ..request import POOLINGS, Request, TableRows
 from .random import signed
@@ -24,6 +25,8 @@ DTYPES = {
 }
 TILE = 512
 """values a lookup program holds: 4 rows of 128"""
+SMALL_KEYS = 2**31 - 1
+"""with fewer rows than this, their numbers are sorted as int32"""
 MOST_DIMS = 4
 """row widths that one launch serves; a kernel holds code for each"""
 
@@ -98,18 +101,25 @@ class Layout:
     compiled: dict[Any, Any] = field(default_factory=dict)
     """see launch.py"""
     numbers_seen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """see on_device"""
+    captured: list[Tensor] = field(default_factory=list)
+    """what graphs read again whenever they are replayed"""
     blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(group, batch size) → Blocks, where they are known beforehand"""
 
     def on_device(self, numbers: tuple[int, ...]) -> Tensor:
-        """Numbers of the host on the device, without waiting for it. Addresses come again from step to step, so they are kept;
-        they must be kept for graphs, too."""
+        """Numbers of the host on the device, without waiting for it. Addresses come again from step to step, so they are kept."""
         known = self.numbers_seen.get(numbers)
+        on_gpu = self.device.type == "cuda"
         if known is None:
             if len(self.numbers_seen) >= 4096:
                 self.numbers_seen.clear()
-            on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu)
             known = self.numbers_seen[numbers] = on_host.to(self.device, non_blocking=True)
+            if on_gpu and torch.cuda.is_current_stream_capturing():
+                self.captured.append(on_host)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            self.captured.append(known)
         return known
 
 
@@ -161,6 +171,10 @@ def _make(request: Request) -> Layout:
         for t, rows in enumerate(tables)
         for slab in range(len(rows.weights))
     ]  # fmt: skip
+    if len(slab_records) >= 2**15:  # the kernels keep a slab's number in 15 bits
+        raise UserError(
+            f"the tables of one module lie in {len(slab_records)} pieces, 32767 are possible; split the module"
+        )
     padded_tables = max(2, triton.next_power_of_2(len(tables)))  # with one, Triton 3.6 fails on the search among them
     batch_features = request.batch_features
     places = [-1] * triton.next_power_of_2(batch_features)
@@ -174,7 +188,7 @@ def _make(request: Request) -> Layout:
         slabs=on_device([_addresses(tables, which) for which in range(3)], torch.int64),
         lookups=lookups,
         updates=updates,
-        key_dtype=torch.int32 if first_key[-1] < 2**31 - 1 else torch.int64,
+        key_dtype=torch.int32 if first_key[-1] < SMALL_KEYS else torch.int64,
         nowhere=int(first_key[-1]),
         columns=sum(spec.dim for spec in specs if spec.pooling is not None),
         widest=max(rows.dim for rows in tables),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...errors import DataError
 from ..request import Request
 from .launch import aligned, launch
 from .layout import Layout, layout_of
@@ -199,6 +200,10 @@ def sort(request: Request, clock: Tensor, used: Tensor | None) -> Sorted:
     step, as this is where an update begins."""
     layout = layout_of(request)
     count, device = request.ids.numel(), layout.device
+    if count >= 2**31:
+        raise DataError(
+            f"a batch of {count} ids", remedy="a GPU takes fewer than 2^31 ids at a time; make batches smaller"
+        )
     weighted, averaged = request.weights is not None, request.weights is not None or layout.has_factors
     slots = request.ids if request.slots is None else request.slots
     keys = torch.empty(count, dtype=layout.key_dtype, device=device)
