@@ -18,7 +18,7 @@ from rich.table import Table
 
 from .report import BenchmarkError, merge, stamp
 
-NAMES = ("limits", "embedding_step", "memory", "reader", "import_time", "quality")
+NAMES = ("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training")
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 
 

@@ -233,7 +233,7 @@ def main() -> None:
     parts["embedding_step"] = cases
     parts["dlrm"] = whole_model()
     print({name: value for name, value in parts["dlrm"].items() if name != "kernels_us"})
-    merge(arguments.output, {name: origin | {"results": part} for name, part in parts.items()}, tuple(parts))
+    merge(arguments.output, {name: origin | {"results": part} for name, part in parts.items()}, (*parts, "training"))
 
 
 if __name__ == "__main__":
