@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import TYPE_CHECKING, Any
 
-from .processes import ROOT, environment, interpreter
-from .report import BenchmarkError, cell, spread
+from .processes import run_ours
+from .report import cell, spread
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,18 +24,10 @@ print(json.dumps([middle - start, time.perf_counter() - middle]))
 def run(quick: bool = False) -> dict[str, Any]:
     samples = []
     for attempt in range(4 if quick else 12):
-        done = subprocess.run(
-            [str(interpreter(peer=False)), "-c", SCRIPT],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=environment("import_time", threads=1),
-        )
-        if done.returncode:
-            raise BenchmarkError(f"`import unequal` failed:\n{done.stderr.strip()[-2000:]}")
+        printed = run_ours("import_time", 1, "-c", SCRIPT)
         # The first process reads the files from disk for all others.
         if attempt:
-            samples.append(json.loads(done.stdout))
+            samples.append(json.loads(printed))
     return {
         "torch_seconds": spread([torch for torch, _ in samples]),
         "unequal_seconds": spread([ours for _, ours in samples]),

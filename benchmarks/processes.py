@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def environment(name: str, threads: int) -> dict[str, str]:
     }
     mine |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     return mine | ENVIRONMENTS.get(name, {})
+
+
+def run_ours(name: str, threads: int, *arguments: str) -> str:
+    """What this interpreter prints when it is run with the arguments, in a process of its own."""
+    mine = environment(name, threads)
+    # Where the package is not installed it is found the way this process found it.
+    mine["PYTHONPATH"] = os.pathsep.join([mine["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=mine)
+    if done.returncode:
+        raise BenchmarkError(f"{name} {' '.join(arguments)} failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout
 
 
 def status(pid: int, field: str) -> int:

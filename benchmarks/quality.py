@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .processes import OURS, ROOT, environment
+from .processes import ROOT, run_ours
 from .report import BenchmarkError
 
 if TYPE_CHECKING:
@@ -32,15 +31,7 @@ KEYS = ("auc", "normalized_entropy", "log_loss", "calibration", "samples_per_sec
 
 
 def unequal(*arguments: str) -> None:
-    done = subprocess.run(
-        [str(OURS), "-m", "unequal", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment("unequal", threads=2),
-    )
-    if done.returncode:
-        raise BenchmarkError(f"unequal {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
+    run_ours("unequal", 2, "-m", "unequal", *arguments)
 
 
 def train(recipe: Path, folder: Path, seed: int, *settings: str) -> dict[str, Any]:

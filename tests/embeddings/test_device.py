@@ -161,6 +161,15 @@ def test_out_of_memory_says_what_to_do(monkeypatch):
     assert "float16" in message and "shard them over 5 or more" in message and "CPU" in message
 
 
+def test_a_step_without_a_single_id_counts():
+    module = make(DEVICE)
+    empty = {
+        name: uq.Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)) for name in features()
+    }
+    module(uq.Batch.from_jagged(empty).to(DEVICE)).pooled.sum().backward()
+    assert module.step == 1 and float(module._side.clock[0]) == 1
+
+
 def test_row_numbers_beyond_32_bits(monkeypatch):
     """Sorted as int64: what a module of more than 2^31 rows does."""
     states = []

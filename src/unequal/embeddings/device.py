@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..kernels.request import capturing
 from ..optim import Optimizer
-from ..storage.tables import capturing
 from ..tables import Table
 
 CHECK_EVERY = 32
@@ -84,8 +84,8 @@ def out_of_memory(device: torch.device, sizes: Mapping[str, tuple[Table, int]], 
     asked = sum(size for _, size in sizes.values())
     lines = []
     for name, (table, size) in largest:
-        narrow = size - size // 2 if table.dtype == torch.float32 else 0
-        hint = f", float16 would save about {gigabytes(narrow * 0.98)}" if narrow else ""
+        narrow = (table.rows or 0) * table.dim * 2 if table.dtype == torch.float32 else 0
+        hint = f", float16 would save {gigabytes(narrow)}" if narrow else ""
         lines.append(
             f"'{name}' {gigabytes(size)} ({table.rows or 'unbounded'} × {table.dim} {str(table.dtype)[6:]}{hint})"
         )
@@ -93,6 +93,6 @@ def out_of_memory(device: torch.device, sizes: Mapping[str, tuple[Table, int]], 
     return UserError(
         f"out of memory on {device} {what}: the tables take {gigabytes(asked)}, and {gigabytes(free)} of "
         f"{gigabytes(total)} are free; "
-        f'largest tables: {"; ".join(lines)}. Narrow them (smaller dim, dtype = "float16", an optimizer with one state per '
-        f'row), move the module to the CPU (device = "cpu"), or shard them over {ranks} or more GPUs'
+        f'largest tables: {"; ".join(lines)}. Narrow them (smaller dim, float16 rows: dtype = "fp16" in a recipe, an optimizer '
+        f"with one state per row), move them to the CPU (--device cpu), or shard them over {ranks} or more GPUs"
     )

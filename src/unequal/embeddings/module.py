@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from ..batch import Batch, Jagged
 from ..errors import CheckpointError, DataError, RecipeError, UserError, nearest
 from ..kernels import backend
-from ..kernels.request import FeatureSpec, FeatureSpecs, Request
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request, capturing
 from ..optim import Optimizer, RowWiseAdagrad
 from ..schedule import Schedule
 from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
-from ..storage.tables import capturing
 from ..tables import Feature, Table
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
 

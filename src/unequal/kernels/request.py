@@ -32,6 +32,11 @@ def slab_rows(slab_log2: int, slab: int) -> int:
     return 1 << (slab_log2 + slab)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(slots=True)
 class TableRows:
     """A table as the kernels see it: slabs of weights, parallel slabs of state, and slots in [0, rows)."""

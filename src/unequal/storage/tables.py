@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..kernels import Backend
-from ..kernels.request import TableRows, mix64, slab_rows
+from ..kernels.request import TableRows, capturing, mix64, slab_rows
 from ..optim import Optimizer
 from ..tables import Table
 from .memory import zeros
@@ -213,11 +213,6 @@ class HashedStorage(Storage):
         self._grow(rows)
         self.directory.restore(state["ids"].to(self.device), state["slots"].to(self.device), rows)
         self._fill(state)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can wait for the device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> Storage:

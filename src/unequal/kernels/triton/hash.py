@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..request import capturing
 from .random import GOLDEN, mix64
 
 # An entry is a key (the id) and a slot: >= 0 live, -1 - n seen n times and not admitted yet. While a batch is inserted,
@@ -309,7 +310,7 @@ class HashDirectory:
     def insert_padded(self, ids: Tensor, rare: int = -1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(slots, admitted ids in slot order and then zeros, how many were admitted, the slot of the first of them); the last
         two are single numbers on the device. Waits for nothing but what make_room does."""
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if not capturing(self.device):
             self.make_room(ids.numel())
         return assign(self._keys, self._slots, self._counters, ids.contiguous(), self.admit_after, rare)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...optim import Optimizer
-from ..request import POOLINGS, Request, TableRows
+from ..request import POOLINGS, Request, TableRows, capturing
 from .random import signed
+from .rows import rows_in_tile
 
 DTYPES = {
     torch.float32: triton.language.float32,
@@ -32,7 +33,7 @@ MOST_DIMS = 4
 
 
 def rows_per_block(dim: int) -> int:
-    return max(1, min(32, TILE // int(triton.next_power_of_2(dim))))
+    return int(rows_in_tile(dim, TILE))
 
 
 def warps_for(dim: int) -> int:
@@ -109,16 +110,16 @@ class Layout:
 
     def on_device(self, numbers: tuple[int, ...]) -> Tensor:
         """Numbers of the host on the device, without waiting for it. Addresses come again from step to step, so they are kept."""
+        captures = capturing(self.device)
         known = self.numbers_seen.get(numbers)
-        on_gpu = self.device.type == "cuda"
         if known is None:
             if len(self.numbers_seen) >= 4096:
                 self.numbers_seen.clear()
-            on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu)
+            on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             known = self.numbers_seen[numbers] = on_host.to(self.device, non_blocking=True)
-            if on_gpu and torch.cuda.is_current_stream_capturing():
+            if captures:
                 self.captured.append(on_host)
-        if on_gpu and torch.cuda.is_current_stream_capturing():
+        if captures:
             self.captured.append(known)
         return known
 

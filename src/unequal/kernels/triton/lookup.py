@@ -13,7 +13,7 @@ from torch import Tensor
 from ..request import Request
 from .launch import aligned, launch
 from .layout import TILE, Layout, layout_of, rows_per_block, warps_for
-from .rows import FIELDS, find_last, place_of, values_of
+from .rows import FIELDS, find_last, place_of, rows_in_tile, values_of
 
 
 @triton.jit(do_not_specialize=["size", "feature_count", "group"])
@@ -53,7 +53,7 @@ def pool(
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    BAGS: tl.constexpr = max(1, min(32, TILE // BLOCK))
+    BAGS: tl.constexpr = rows_in_tile(DIM, TILE)
     first_slab, slab_log2, rows, strict = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 7)
     bag = block * BAGS + tl.arange(0, BAGS)
     columns = tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def gather(
     DIM: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    ROWS: tl.constexpr = max(1, min(32, TILE // BLOCK))
+    ROWS: tl.constexpr = rows_in_tile(DIM, TILE)
     first_slab, slab_log2, rows, strict = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 7)
     number = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -8,6 +8,12 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 SLAB_FIELDS: tl.constexpr = tl.constexpr(5)
 
 
+@triton.constexpr_function
+def rows_in_tile(dim, tile):
+    """How many rows of that width a program holds at a time."""
+    return max(1, min(32, tile // triton.next_power_of_2(dim)))
+
+
 @triton.jit
 def find_last(first, number, COUNT: tl.constexpr):
     """The last of COUNT ascending entries that is not above the number."""

@@ -218,7 +218,7 @@ def sort(request: Request, clock: Tensor, used: Tensor | None) -> Sorted:
     constants = (
         len(layout.places), IDS, layout.unit, weighted, averaged, layout.has_sequences, used is not None,
     )  # fmt: skip
-    key = (aligned(slots, request.offsets, request.weights), weighted, small, used is not None, count >> 31)
+    key = (aligned(slots, request.offsets, request.weights), weighted, small, used is not None)
     launch(layout.compiled, key, number_rows, triton.cdiv(count, IDS), arguments, constants, warps=4)
     keys, order = torch.sort(keys, stable=True)
     return _cut(layout, clock, keys, order, sources, factors)

@@ -20,7 +20,7 @@ from .layout import Layout, layout_of, warps_for
 from .optimizers import NUMBERS, apply, state_width
 from .random import row_key
 from .rounding import round_to
-from .rows import SLAB_FIELDS, values_of
+from .rows import SLAB_FIELDS, rows_in_tile, values_of
 from .sorting import row_places, sort
 
 TILE = 256
@@ -117,7 +117,7 @@ def update_pieces_of(
     """The pieces of tables of one width; a program takes ROWS at a time. It lives on latencies: what a piece is, and where its
     first gradient lies, is read while the piece before is worked on; rows and gradients are read at the same time."""
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    ROWS: tl.constexpr = max(1, min(32, TILE // BLOCK))
+    ROWS: tl.constexpr = rows_in_tile(DIM, TILE)
     columns = tl.arange(0, BLOCK)
     piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begin = tl.load(pieces + piece, mask=piece < count, other=0)
@@ -242,7 +242,7 @@ def update(
     if clock is None:
         clock = torch.tensor([step, lr_factor], dtype=torch.float64).to(layout.device)
     given = [part for part in (pooled, *sequences) if part is not None and part.numel()]
-    if given:
+    if given and request.ids.numel():
         _apply(request, layout, pooled, sequences, given, clock)
     else:
         clock[:1] += 1
@@ -285,7 +285,7 @@ def _apply(
             warps=warps_for(max(group.dims)),
         )  # fmt: skip
         launch(
-            compiled, (group.number, count >> 31), join_pieces, min(JOINERS, count),
+            compiled, group.number, join_pieces, min(JOINERS, count),
             (work.keys, partial, work.runs, work.counters, layout.first_keys, layout.tables, *shared, group.number,
              count),
             (sorting.PIECE, sorting.CUT, len(layout.first_keys), group.dims, layout.widest, JOIN, group.dtype,
