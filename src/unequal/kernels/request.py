@@ -94,6 +94,10 @@ class FeatureSpecs(tuple[FeatureSpec, ...]):
 
     cached: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is cached, which holds compiled kernels and addresses; copies are made this way, too."""
+        return FeatureSpecs, (tuple(self),)
+
 
 @dataclass(slots=True)
 class Request:

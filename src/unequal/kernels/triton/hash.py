@@ -4,7 +4,6 @@
 Threads claim entries in any order, so where an id lies in the table may differ from run to run; what it gives never does: slots
 are numbered by the position at which an id first appears."""
 
-import copy
 from typing import Any
 
 import torch
@@ -228,12 +227,14 @@ class HashDirectory:
         """ids given so far, and how many of them the numbers above know of"""
         self._reading = _Reading(self.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HashDirectory":
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and saved ones start their own reading: an event can be neither copied nor saved."""
         self.refresh()
-        memo[id(self)] = copied = copy.copy(self)
-        copied._keys, copied._slots = self._keys.clone(), self._slots.clone()
-        copied._counters, copied._reading = self._counters.clone(), _Reading(self.device)
-        return copied
+        return {name: value for name, value in self.__dict__.items() if name != "_reading"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reading = _Reading(self.device)
 
     @property
     def capacity(self) -> int:
