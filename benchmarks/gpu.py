@@ -1,8 +1,9 @@
 """Lookup and update on one GPU: `python -m benchmarks.gpu [--output FILE]`, by default benchmarks/results/gpu.json.
 
 Needs torch, Triton and numpy alone, and runs from the source tree (PYTHONPATH=src). Times are medians from device events over
-rotating batches through the public module: `step` as Python calls it, `captured` the same step replayed as a CUDA graph, where
-the host has no part. Beside them stands what FBGEMM 1.6.0 took on the same kind of GPU for the same workloads.
+rotating batches through the public module, of the quietest of seven windows: `step` as Python calls it, `captured` the same
+step replayed as a CUDA graph, where the host has no part. Beside them stands what FBGEMM 1.6.0 took on the same kind of GPU
+for the same workloads.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ FBGEMM = {
 Step = Callable[[int], None]
 
 
-def milliseconds(work: Step, repeats: int = 40, warm: int = 8) -> float:
-    """Median of one call, all of them queued before the first is waited for."""
+def milliseconds(work: Step, repeats: int = 40, warm: int = 8, windows: int = 7) -> float:
+    """The lowest of the medians of several windows. Within a window all calls are queued before the first is waited for; a
+    host that others share can be slow for whole windows at a time, and then the GPU waits for it."""
     for k in range(warm):
         work(k)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda.synchronize()
-    for k, (begin, end) in enumerate(events):
-        begin.record()
-        work(k)
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+    medians = []
+    for _ in range(windows):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda.synchronize()
+        for k, (begin, end) in enumerate(events):
+            begin.record()
+            work(k)
+            end.record()
+        torch.cuda.synchronize()
+        medians.append(statistics.median(begin.elapsed_time(end) for begin, end in events))
+    return min(medians)
 
 
 def captured(step: Step, count: int = 2) -> Step:
@@ -211,13 +216,15 @@ def gpu() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="which commit this is, where the source is a copy without its history")
+    parser.add_argument(
+        "--commit", help="which commit this is, unchanged, where the source is a copy without its history"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU, and torch sees none")
     origin = stamp(quick=False) | gpu()
     if arguments.commit:
-        origin["commit"] = arguments.commit
+        origin |= {"commit": arguments.commit, "dirty": False}
     parts: dict[str, Any] = {"limits": limits()}
     cases = []
     for dtype in (torch.float32, torch.float16):
