@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..request import capturing
+from .launch import ceil_div, power_of_two
 from .random import GOLDEN, mix64
 
 # An entry is a key (the id) and a slot: >= 0 live, -1 - n seen n times and not admitted yet. While a batch is inserted,
@@ -158,7 +159,7 @@ def _settle(
 
 def _block(ids: Tensor) -> int:
     """Ids per program. In the interpreter, which works on the CPU, a program costs as much as a thousand ids."""
-    return 256 if ids.device.type == "cuda" else min(16384, triton.next_power_of_2(max(16, ids.numel())))
+    return 256 if ids.device.type == "cuda" else min(16384, power_of_two(max(16, ids.numel())))
 
 
 def empty_table(capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -174,7 +175,7 @@ def assign(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See HashDirectory.insert_padded. counters: entries used, next slot. There must be room for all ids."""
     capacity, count, block = keys.numel() - 1, ids.numel(), _block(ids)
-    grid = (max(1, triton.cdiv(count, block)),)
+    grid = (max(1, ceil_div(count, block)),)
     out, entries, admitted = torch.empty_like(ids), torch.empty_like(ids), torch.empty_like(ids)
     marks = torch.empty(count, dtype=torch.int32, device=ids.device)
     number, first_slot = (torch.empty(1, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -283,7 +284,7 @@ class HashDirectory:
 
     def _put(self, ids: Tensor, slots: Tensor) -> None:
         block = _block(ids)
-        _put[triton.cdiv(ids.numel(), block),](
+        _put[ceil_div(ids.numel(), block),](
             self._keys, self._slots, self.capacity, self._counters, ids, slots, ids.numel(), BLOCK=block
         )
 
@@ -303,7 +304,7 @@ class HashDirectory:
     def find(self, ids: Tensor, otherwise: int = -1) -> Tensor:
         """The slot of every id; `otherwise` where it has none."""
         ids, out, block = ids.contiguous(), torch.empty_like(ids), _block(ids)
-        _find[triton.cdiv(ids.numel(), block),](
+        _find[ceil_div(ids.numel(), block),](
             self._keys, self._slots, self.capacity, ids, ids.numel(), otherwise, out, BLOCK=block
         )
         return out

@@ -9,6 +9,16 @@ from torch import Tensor
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
+# Triton's own, with which kernels compute constants, take the host some microseconds a call.
+def ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not below the number."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether all start on 16-byte borders. Triton compiles other code where one does not."""
     return all(part is None or part.data_ptr() % 16 == 0 for part in tensors)

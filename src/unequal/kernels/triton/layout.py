@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from ...errors import UserError
 from ...optim import Optimizer
 from ..request import POOLINGS, Request, TableRows, capturing
+from .launch import power_of_two
 from .random import signed
 from .rows import rows_in_tile
 
@@ -32,13 +34,14 @@ MOST_DIMS = 4
 """row widths that one launch serves; a kernel holds code for each"""
 
 
+@cache
 def rows_per_block(dim: int) -> int:
     return int(rows_in_tile(dim, TILE))
 
 
 def warps_for(dim: int) -> int:
     """One warp holds a tile in registers; a row wider than the tile takes more."""
-    return max(1, int(triton.next_power_of_2(dim)) // TILE)
+    return max(1, power_of_two(dim) // TILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,9 @@ def _make(request: Request) -> Layout:
         raise UserError(
             f"the tables of one module lie in {len(slab_records)} pieces, 32767 are possible; split the module"
         )
-    padded_tables = max(2, triton.next_power_of_2(len(tables)))  # with one, Triton 3.6 fails on the search among them
+    padded_tables = max(2, power_of_two(len(tables)))  # with one, Triton 3.6 fails on the search among them
     batch_features = request.batch_features
-    places = [-1] * triton.next_power_of_2(batch_features)
+    places = [-1] * power_of_two(batch_features)
     for f, place in enumerate(request.index.tolist()):
         places[place] = f
     numbers = [_numbers(rows.optimizer) for rows in tables]
@@ -195,7 +198,7 @@ def _make(request: Request) -> Layout:
         widest=max(rows.dim for rows in tables),
         has_sequences=any(spec.pooling is None for spec in specs),
         has_factors=any(spec.pooling == "mean" for spec in specs),
-        padded_features=triton.next_power_of_2(len(specs)),
+        padded_features=power_of_two(len(specs)),
         places=on_device(places, torch.int64),
         batch_features=batch_features,
         index=request.index.tobytes(),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import DataError
 from ..request import Request
-from .launch import aligned, launch
+from .launch import aligned, ceil_div, launch, power_of_two
 from .layout import Layout, layout_of
 from .rows import FIELDS, slab_of
 
@@ -212,21 +212,21 @@ def sort(request: Request, clock: Tensor, used: Tensor | None) -> Sorted:
     factors = torch.empty(count, device=device) if averaged else None
     arguments = (
         layout.places, layout.features, layout.tables, slots, request.offsets, request.weights, used, keys, sources, factors,
-        request.size, triton.next_power_of_2(request.size + 1) // 2, count, layout.columns, layout.nowhere,
+        request.size, power_of_two(request.size + 1) // 2, count, layout.columns, layout.nowhere,
         layout.batch_features,
     )  # fmt: skip
     constants = (
         len(layout.places), IDS, layout.unit, weighted, averaged, layout.has_sequences, used is not None,
     )  # fmt: skip
     key = (aligned(slots, request.offsets, request.weights), weighted, small, used is not None)
-    launch(layout.compiled, key, number_rows, triton.cdiv(count, IDS), arguments, constants, warps=4)
+    launch(layout.compiled, key, number_rows, ceil_div(count, IDS), arguments, constants, warps=4)
     keys, order = torch.sort(keys, stable=True)
     return _cut(layout, clock, keys, order, sources, factors)
 
 
 def _cut(layout: Layout, clock: Tensor, keys: Tensor, order: Tensor, sources: Tensor, factors: Tensor | None) -> Sorted:
     count, device = keys.numel(), keys.device
-    blocks = triton.cdiv(count, CUT)
+    blocks = ceil_div(count, CUT)
     # 4 numbers each: views then start on 16-byte borders.
     room = [4, -(-blocks // 4) * 4, -(-count // 4) * 4, count + 1]
     counters, counts, runs, pieces = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
