@@ -5,7 +5,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ("errors", "toml", "batch", "tables", "optim", "schedule")
-ORDER = (BASE, ("kernels",), ("data",), ("storage",), ("embeddings",), ("models",), ("train",), ("recipe",), ("cli",))
+ORDER = (
+    BASE, ("kernels",), ("data",), ("storage",), ("plan",), ("exchange",), ("embeddings",), ("models",), ("train",), ("recipe",),
+    ("cli",),
+)  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The package itself re-exports names of several rooms, so what imports from it stands above them all, as the cli does.
 TOP = len(ORDER) - 1

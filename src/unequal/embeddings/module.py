@@ -14,6 +14,7 @@ from ..errors import CheckpointError, DataError, RecipeError, UserError, nearest
 from ..kernels import backend
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request, capturing
 from ..optim import Optimizer, RowWiseAdagrad
+from ..plan.placement import Shard
 from ..schedule import Schedule
 from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
@@ -349,6 +350,10 @@ class Embeddings(nn.Module):
                 upstream = upstream / lengths.clamp(min=1)[:, None]
             gradient[span] = (rows * upstream.repeat_interleave(lengths, 0)).sum(1)
         return gradient
+
+    def shard_storages(self) -> list[tuple[Shard, Storage]]:
+        """Every table's storage and which part of the table it is: here the whole."""
+        return [(Shard(name, 0, storage.table.dim, 0, 1, 0), storage) for name, storage in self._storages.items()]
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, optimizer state and directories over all tables."""

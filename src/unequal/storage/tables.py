@@ -34,6 +34,10 @@ class Storage(ABC):
         self.device = device
         self.rows = TableRows([], [[] for _ in optimizer.state], 0, optimizer, key=table_key(table.name, seed))
 
+    def _fresh(self, ids: Tensor | None, first: int | Tensor, count: int | Tensor) -> None:
+        """Fills slots [first, first + count) with the fresh rows of these ids, or of the slots' own numbers."""
+        self.kernels.initialize(self.rows, ids, first, count, self.table.init_std)
+
     def _add_slab(self, count: int) -> None:
         self.rows.weights.append(zeros((count, self.table.dim), self.table.dtype, self.device))
         for slabs, (_, per) in zip(self.rows.states, self.optimizer.state):
@@ -107,7 +111,10 @@ class DenseStorage(Storage):
         assert table.rows is not None
         self._add_slab(table.rows)
         self.rows.rows = table.rows
-        kernels.initialize(self.rows, None, 0, table.rows, table.init_std)
+        self._fill_fresh(table.rows)
+
+    def _fill_fresh(self, rows: int) -> None:
+        self._fresh(None, 0, rows)
 
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
         return ids
@@ -142,7 +149,7 @@ class HashedStorage(Storage):
         self._grow(first_slot)
         if self.shares_rare:
             rare_id = torch.tensor([-1], device=self.device)
-            self.kernels.initialize(self.rows, rare_id, RARE_SLOT, 1, self.table.init_std)
+            self._fresh(rare_id, RARE_SLOT, 1)
 
     def _make_directory(self, first_slot: int) -> Any:
         if self.kernels.on_device:
@@ -175,7 +182,7 @@ class HashedStorage(Storage):
         if admitted.numel():
             first = self.rows.rows
             self._grow(self.directory.next_slot)
-            self.kernels.initialize(self.rows, admitted, first, admitted.numel(), self.table.init_std)
+            self._fresh(admitted, first, admitted.numel())
         return slots
 
     def _insert_on_device(self, ids: Tensor, otherwise: int) -> Tensor:
@@ -185,7 +192,7 @@ class HashedStorage(Storage):
         if self.directory.slot_bound > self.rows.rows and not capturing(self.device):
             self.directory.refresh()
             self._grow(self.directory.slot_bound)
-        self.kernels.initialize(self.rows, admitted, first, number, self.table.init_std)
+        self._fresh(admitted, first, number)
         return slots
 
     def move(self, kernels: Backend, device: torch.device) -> None:
