@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import Batch, Jagged
-    from .embeddings import Embeddings, Output
+    from .embeddings import Embeddings, Output, ShardedEmbeddings, shard
     from .errors import CheckpointError, DataError, RecipeError, UserError
     from .optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
     from .schedule import Schedule
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "batch": ("Batch", "Jagged"),
-    "embeddings": ("Embeddings", "Output"),
+    "embeddings": ("Embeddings", "Output", "ShardedEmbeddings", "shard"),
     "errors": ("CheckpointError", "DataError", "RecipeError", "UserError"),
     "optim": ("LAMB", "LARS", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "RowWiseAdam"),
     "schedule": ("Schedule",),
@@ -26,7 +26,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Embeddings", "Feature", "Jagged",
-    "Optimizer", "Output", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule", "Table", "UserError",
+    "Optimizer", "Output", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule", "ShardedEmbeddings", "Table", "UserError", "shard",
 ]  # fmt: skip
 
 

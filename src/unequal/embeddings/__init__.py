@@ -1,5 +1,6 @@
 """The embedding modules."""
 
 from .module import Embeddings, Output
+from .sharded import ShardedEmbeddings, shard
 
-__all__ = ["Embeddings", "Output"]
+__all__ = ["Embeddings", "Output", "ShardedEmbeddings", "shard"]

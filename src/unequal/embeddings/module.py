@@ -101,8 +101,9 @@ class Embeddings(nn.Module):
             known = self.tables.setdefault(feature.table.name, feature.table)
             if known != feature.table:
                 raise RecipeError(f"table '{known.name}'", "one definition", f"two: {known} and {feature.table}")
-        self._kernels = backend(self.device)
-        self._storages = self._make_storages()
+        # On 'meta' there is no memory and nothing to compute: such a module is there to be sharded.
+        self._kernels = backend("cpu" if self.device.type == "meta" else self.device)
+        self._storages = {} if self.device.type == "meta" else self._make_storages()
         self._side = DeviceSide(self.device, len(self.features)) if self._kernels.on_device else None
         self._specs = self._lay_out()
         self._spec_list = FeatureSpecs(self._specs.values())
@@ -110,6 +111,9 @@ class Embeddings(nn.Module):
         self._listed = any(spec.pooling is None for spec in self._specs.values())
         self._hashed = any(table.rows is None for table in self.tables.values())
         self._rows = [storage.rows for storage in self._storages.values()]
+        self._readers = [
+            [f for f, spec in enumerate(self._spec_list) if spec.table == t] for t in range(len(self.tables))
+        ]
         self._outputs = OutputPool()
         # Autograd calls backward only for a graph that ends in something that wants a gradient.
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
@@ -186,6 +190,8 @@ class Embeddings(nn.Module):
         return specs
 
     def forward(self, batch: Batch | Mapping[str, Jagged | Tensor]) -> Output:
+        if self.device.type == "meta":
+            raise UserError("these tables are on 'meta', which holds nothing; give them memory with uq.shard")
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):  # kernels are launched on the current device
                 return self.forward(batch)
@@ -201,7 +207,8 @@ class Embeddings(nn.Module):
         pooled = outputs[0] if self._columns else None
         return Output(self._specs, batch, pooled, list(outputs[1:] if self._columns else outputs))
 
-    def _request(self, batch: Batch, insert: bool) -> Request:
+    def _check(self, batch: Batch) -> Tensor | None:
+        """Refuses a batch that cannot be looked up; gives its weights as the kernels read them."""
         if batch.features != self._known_order:
             missing = [name for name in self.features if name not in batch.features]
             if missing:
@@ -230,6 +237,10 @@ class Embeddings(nn.Module):
             if smallest < 0 or int(offsets[-1]) != batch.ids.numel():
                 batch.check()
             batch._offsets = offsets
+        return weights
+
+    def _request(self, batch: Batch, insert: bool) -> Request:
+        weights = self._check(batch)
         listed = self._side is None or self._listed
         request = Request(
             self._rows, self._spec_list, batch.size, self._index, batch.ids, None, batch.offsets, weights,
@@ -243,12 +254,17 @@ class Embeddings(nn.Module):
         """Resolves ids to slots for the tables where the two differ."""
         # The kernels for GPUs read slots only, so that they hold the ids of the other tables, too.
         request.slots = request.ids.clone() if self._side is not None else torch.empty_like(request.ids)
-        for f, spec in enumerate(request.features):
-            storage = self._storages[self.features[spec.name].table.name]
+        for t, storage in enumerate(self._storages.values()):
             if storage.rows.strict:
                 continue
-            span = slice(int(request.starts[f]), int(request.ends[f]))
-            request.slots[span] = storage.locate(request.ids[span], insert)
+            # All of a table's ids at once: admission counts a step's reads before it looks them up.
+            spans = [slice(int(request.starts[f]), int(request.ends[f])) for f in self._readers[t]]
+            if len(spans) == 1:
+                request.slots[spans[0]] = storage.locate(request.ids[spans[0]], insert)
+                continue
+            found = storage.locate(torch.cat([request.ids[span] for span in spans]), insert)
+            for span, part in zip(spans, torch.split(found, [span.stop - span.start for span in spans])):
+                request.slots[span] = part
 
     def _look_up(self, request: Request) -> tuple[Tensor, ...]:
         if self._side is not None:

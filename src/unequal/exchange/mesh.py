@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
+from ..storage.memory import OutputPool
 
 Ints = npt.NDArray[np.int64]
 
@@ -63,6 +65,7 @@ class Mesh:
         self.node, self.local = divmod(self.rank, ranks_per_node)
         self.nodes = self.world // ranks_per_node
         self.traffic = Traffic()
+        self.buffers = OutputPool()
         everyone = (
             list(range(self.world)) if group is None or not self.distributed else dist.get_process_group_ranks(group)
         )
@@ -96,9 +99,16 @@ class Mesh:
         if isinstance(mesh, cls):
             return mesh
         shape = tuple(mesh.mesh.shape)
-        if len(shape) not in (1, 2) or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
+        if len(shape) not in (1, 2) or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
             raise UserError(f"expected a device mesh over all ranks in order, (node, rank) or (rank,), got {mesh}")
         return cls(ranks_per_node=shape[-1])
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Uninitialised, and on the CPU from memory that was used before: fresh pages cost more than what is written there."""
+        if like.device.type != "cpu" or like.dtype != torch.float32:
+            return like.new_empty(shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        return self.buffers.take(count, 1).view(shape)
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -144,11 +154,9 @@ class Link:
     def all_to_all(self, values: Tensor, sent: Ints, received: Ints) -> Tensor:
         """values: along the first dimension `sent[k]` entries for each rank k of the link, one after the other; gives what
         came, `received[k]` entries of each."""
-        out = values.new_empty((int(received.sum()), *values.shape[1:]))
+        out = self.mesh.empty((int(received.sum()), *values.shape[1:]), values)
         if self.size == 1:
             return out.copy_(values)
-        import time
-
         started = time.perf_counter()
         entry = values.element_size() * (values[0].numel() if values.dim() > 1 and values.shape[0] else 1)
         traffic = self.mesh.traffic

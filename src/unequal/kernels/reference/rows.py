@@ -30,7 +30,7 @@ def keys_of(key: int, numbers: Tensor) -> Tensor:
 def _parts(rows: TableRows, slots: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """(slab, which of the slots, their places in the slab) for each slab that is met."""
     if rows.slab_log2 < 0:
-        return [(0, torch.arange(slots.numel()), slots)]
+        return [(0, torch.arange(slots.numel(), device=slots.device), slots)]
     parts, first = [], 0
     for slab in range(len(rows.weights)):
         size = slab_rows(rows.slab_log2, slab)

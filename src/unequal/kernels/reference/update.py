@@ -1,6 +1,6 @@
 """Backward fused with the optimizer: gradients summed per row, every touched row updated once. Formulas: optim.py."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,8 +38,11 @@ def row_gradients(
     return distinct, sums.float()
 
 
-def apply(optimizer: Optimizer, w: Tensor, states: list[Tensor], g: Tensor, lr: float, step: int) -> Tensor:
-    """New weights [rows, dim]; the states of these rows are changed in place. `step` counts from 0."""
+def steps(
+    optimizer: Optimizer, w: Tensor, states: list[Tensor], g: Tensor, lr: float, step: int, dim: int
+) -> Generator[Tensor, Tensor, Tensor]:
+    """New weights [rows, columns]; the states of these rows are changed in place. `step` counts from 0. Where an optimizer needs
+    sums over the `dim` columns of a row, it yields those over the columns at hand, [rows, sums], and is sent the whole ones."""
     decay = optimizer.weight_decay
     if isinstance(optimizer, SGD):
         return w - lr * (g + decay * w)
@@ -49,24 +52,42 @@ def apply(optimizer: Optimizer, w: Tensor, states: list[Tensor], g: Tensor, lr: 
         return w - lr * g / (states[0].sqrt() + optimizer.eps)
     if isinstance(optimizer, RowWiseAdagrad):
         g = g + decay * w
-        states[0] += (g * g).mean(1)
+        squares = yield (g * g).sum(1, keepdim=True)
+        states[0] += squares[:, 0] / dim
         return w - lr * g / (states[0].sqrt() + optimizer.eps)[:, None]
     if isinstance(optimizer, LARS):
-        size, length = w.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        squares = yield torch.stack([(w * w).sum(1), (g * g).sum(1)], 1)
+        size, length = squares.sqrt().split(1, 1)  # type: ignore[no-untyped-call]
         rate = torch.where((size > 0) & (length > 0), lr * optimizer.trust * size / (length + decay * size), lr)
         states[0].mul_(optimizer.momentum).add_(rate * (g + decay * w))
         return w - states[0]
     assert isinstance(optimizer, Adam)
-    states[0].mul_(optimizer.beta1).add_((1 - optimizer.beta1) * g)
     row_wise = isinstance(optimizer, RowWiseAdam)
-    states[1].mul_(optimizer.beta2).add_((1 - optimizer.beta2) * ((g * g).mean(1) if row_wise else g * g))
+    square = g * g
+    if row_wise:
+        square = (yield square.sum(1, keepdim=True))[:, 0] / dim
+    states[0].mul_(optimizer.beta1).add_((1 - optimizer.beta1) * g)
+    states[1].mul_(optimizer.beta2).add_((1 - optimizer.beta2) * square)
     first = states[0] / (1 - optimizer.beta1 ** (step + 1))
     second = states[1] / (1 - optimizer.beta2 ** (step + 1))
     direction = first / ((second[:, None] if row_wise else second).sqrt() + optimizer.eps) + decay * w
     if isinstance(optimizer, LAMB):
-        size, length = w.norm(dim=1, keepdim=True), direction.norm(dim=1, keepdim=True)
+        squares = yield torch.stack([(w * w).sum(1), (direction * direction).sum(1)], 1)
+        size, length = squares.sqrt().split(1, 1)  # type: ignore[no-untyped-call]
         direction = direction * torch.where((size > 0) & (length > 0), size / length, 1.0)
     return w - lr * direction
+
+
+def apply(optimizer: Optimizer, w: Tensor, states: list[Tensor], g: Tensor, lr: float, step: int) -> Tensor:
+    """`steps` where all columns are at hand."""
+    work = steps(optimizer, w, states, g, lr, step, w.shape[1])
+    try:
+        sums = next(work)
+        while True:
+            sums = work.send(sums)
+    except StopIteration as end:
+        new: Tensor = end.value
+        return new
 
 
 def update_rows(rows: TableRows, slots: Tensor, gradients: Tensor, lr: float, step: int) -> None:

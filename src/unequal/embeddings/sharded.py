@@ -1,0 +1,632 @@
+"""uq.shard: the tables of a module spread over the ranks of a job, behind the same interface.
+
+A step, on every rank: the ids of each table are made unique; each goes once to its owner and its row comes back once; pooling and
+lists are made here from those rows. Backward goes the same way: gradients are summed per distinct id, go to the owner once, and
+there the row is updated once with the sum over all ranks, in rank order. Tables placed with `sums` are pooled by their owners.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..errors import CheckpointError, DataError, UserError
+from ..exchange.columns import ColumnSums, Gathered, sums_of
+from ..exchange.hop import WirePiece
+from ..exchange.mesh import Ints, Mesh
+from ..exchange.rows import Journey, Owner, RowExchange, matrix_rows, read
+from ..exchange.sums import Bagged, Bags, SumExchange
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
+from ..plan.placement import Placement, Shard, part_of, place
+from ..storage import Storage, make_shard
+from .device import out_of_memory
+from .module import Embeddings, _exact
+
+WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+
+
+@dataclass(slots=True)
+class Step:
+    """One step's lookups on their way."""
+
+    batch: Batch
+    weights: Tensor | None
+    insert: bool
+    by_sums: bool
+    """whether the tables placed with `sums` are pooled by their owners; where ids have weights they are not"""
+    distinct: dict[str, Tensor] = field(default_factory=dict)
+    """per table read by rows: its distinct ids"""
+    inverses: dict[str, Tensor] = field(default_factory=dict)
+    """per feature of such a table: of each of its ids the place among the table's distinct ones"""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    journeys: list[Journey] = field(default_factory=list)
+    bags: Bags | None = None
+    local: Request | None = None
+
+    @property
+    def size(self) -> int:
+        return self.batch.size
+
+
+@dataclass(slots=True)
+class _Entries:
+    """(feature, piece) pairs that are pooled or listed on this rank, as features of a request over the rows that came."""
+
+    features: list[str]
+    pieces: list[int]
+    forward: FeatureSpecs
+    backward: FeatureSpecs
+    sequences: list[tuple[int, int, int]]
+    """of the unpooled ones: number of the sequence output, first column, last column"""
+    single: bool
+    """every feature has one piece at most, so that positions in the batch serve as they are"""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Pieces that are exchanged together, and this rank's shards of them."""
+
+    numbers: list[int]
+    """which of the module's pieces"""
+    exchange: RowExchange
+    owner: Owner
+    fused: tuple[FeatureSpecs, Ints]
+    """the blocks whose rows are updated where their gradients arrive"""
+    summed: list[int]
+    """pieces held here whose optimizer needs numbers of whole rows"""
+
+
+class ShardedEmbeddings(Embeddings):
+    """`Embeddings` of which every rank holds a part. All ranks call forward and backward the same number of times; a rank without
+    samples gives an empty batch. Gradients are averaged over the ranks, as torch's DistributedDataParallel does."""
+
+    def __init__(
+        self, source: Embeddings, placement: Placement, mesh: Mesh, device: torch.device, timing: bool = False
+    ) -> None:
+        placement.check(source.tables)
+        if (placement.world, placement.ranks_per_node) != (mesh.world, mesh.ranks_per_node):
+            raise UserError(
+                f"the plan is for {placement.world} ranks, {placement.ranks_per_node} on a node; the job has {mesh.world}, "
+                f"{mesh.ranks_per_node} on a node; plan it for this job"
+            )
+        self.placement, self.mesh = placement, mesh
+        self.timing: dict[str, float] | None = {} if timing else None
+        """seconds spent per kind of work, where asked for"""
+        super().__init__(
+            source.features, optimizer=source.optimizer, schedule=source.schedule, seed=source.seed, device=device,
+            output_dtype=source.output_dtype,
+        )  # fmt: skip
+        self._side = None
+        self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        self._wire, self._pieces_of = self._lay_out_pieces()
+        self._build_exchange()
+        self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
+        self._repeated_bytes = 0.0
+
+    # Setting up
+
+    def _make_storages(self) -> dict[str, Storage]:
+        optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        storages: dict[str, Storage] = {}
+        self._shards: dict[str, Shard] = {}
+        for shard in self.placement.shards(self.mesh.rank):
+            name = self._name_of(shard.table, shard)
+            table = self.tables[shard.table]
+            try:
+                storages[name] = make_shard(
+                    table, shard.first, shard.last, shard.part, shard.parts, optimizers[shard.table], self.seed,
+                    self._kernels, self.device,
+                )  # fmt: skip
+            except torch.OutOfMemoryError:
+                sizes = {shard.table: (table, 0)}
+                raise out_of_memory(self.device, sizes, "while the tables' shards were made") from None
+            self._shards[name] = shard
+        return storages
+
+    def _lay_out_pieces(self) -> tuple[list[WirePiece], dict[str, list[int]]]:
+        wire: list[WirePiece] = []
+        pieces_of: dict[str, list[int]] = {}
+        for name, table in self.tables.items():
+            placed = self.placement.tables[name]
+            for piece in placed.pieces:
+                pieces_of.setdefault(name, []).append(len(wire))
+                wire.append(WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel"))
+        return wire, pieces_of
+
+    def _storage_of(self, p: int) -> Storage:
+        piece = self._wire[p]
+        return self._storages[self._name_of(piece.table, piece.piece)]
+
+    def _build_exchange(self) -> None:
+        placement, mesh = self.placement, self.mesh
+        counted = any(table.admit_after > 1 for table in self.tables.values())
+        codecs: dict[str, Any] = {"forward_codec": placement.forward_codec, "backward_codec": placement.backward_codec}
+        spread = [p for p, piece in enumerate(self._wire) if not piece.replicated]
+        copied = [p for p, piece in enumerate(self._wire) if piece.replicated]
+        two_hops = placement.unique_per_node and mesh.nodes > 1 and bool(spread)
+        # Replicas are asked for nothing, and gradients go to all: that is one hop whatever the mesh.
+        groups = [(spread, True), (copied, False)] if two_hops and copied else [(spread + copied, two_hops)]
+        self._exchanges = []
+        for numbers, hops in groups:
+            pieces = [self._wire[p] for p in numbers]
+            exchange = RowExchange(mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, **codecs)
+            storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
+            owner = Owner(exchange.blocks, storages)
+            summed = [k for k in exchange.blocks.held if self._needs_sums(exchange.pieces[k].table)]
+            fused = exchange.blocks.select([k for k in exchange.blocks.held if k not in summed])
+            self._exchanges.append(_Part(numbers, exchange, owner, fused, summed))
+        bagged = [
+            Bagged(name, self._wire[p], spec.place + self._wire[p].piece.first)
+            for name, spec in self._specs.items()
+            for p in self._pieces_of[self.features[name].table.name]
+            if self._sums(self.features[name].table.name)
+        ]
+        self._sum_exchange = SumExchange(mesh, bagged, self._kernels, self.device, **codecs) if bagged else None
+        self._column_sums = ColumnSums(mesh, placement, {name: table.dim for name, table in self.tables.items()})
+
+    def _sums(self, table: str) -> bool:
+        """Whether the table's owners pool: asked for, and possible."""
+        pooled = all(f.pooling is not None for f in self.features.values() if f.table.name == table)
+        return self.placement.tables[table].sums and pooled
+
+    def _needs_sums(self, table: str) -> bool:
+        """Whether its optimizer needs numbers of whole rows whose columns are spread."""
+        return len(self.placement.tables[table].pieces) > 1 and sums_of(self.optimizers[table]) > 0
+
+    def _lay_out_entries(self, by_sums: bool) -> _Entries:
+        widths = sorted({piece.width for piece in self._wire})
+        replicas = [p for p, piece in enumerate(self._wire) if piece.replicated]
+        names, pieces, specs = [], [], []
+        sequences: list[tuple[int, int, int]] = []
+        for name, spec in self._specs.items():
+            table = self.features[name].table.name
+            if by_sums and self._sums(table):
+                continue
+            for p in self._pieces_of[table]:
+                piece = self._wire[p]
+                number = len(widths) + replicas.index(p) if piece.replicated else widths.index(piece.width)
+                names.append(name)
+                pieces.append(p)
+                if spec.pooling is None:
+                    at = len(sequences)
+                    sequences.append((spec.place, piece.piece.first, piece.piece.last))
+                else:
+                    at = spec.place + piece.piece.first
+                specs.append(FeatureSpec(name, number, spec.pooling, piece.width, at))
+        self._widths, self._replicas = widths, replicas
+        return _Entries(
+            names, pieces, FeatureSpecs(specs), FeatureSpecs(specs), sequences, len(set(names)) == len(names)
+        )
+
+    # Forward
+
+    def _request(self, batch: Batch, insert: bool) -> Step:  # type: ignore[override]
+        weights = self._check(batch)
+        step = Step(batch, weights, insert, by_sums=weights is None and self._sum_exchange is not None)
+        with self._timed("unique"):
+            problem = self._make_unique(step)
+        self._ask(step, problem)
+        return step
+
+    def _make_unique(self, step: Step) -> str | None:
+        """Distinct ids of every table that is read by rows; gives what is wrong with an id, if one is."""
+        batch, bounds = step.batch, step.batch.bounds
+        for t, (name, table) in enumerate(self.tables.items()):
+            spans = [slice(int(bounds[self._index[f]]), int(bounds[self._index[f] + 1])) for f in self._readers[t]]
+            parts = [batch.ids[span] for span in spans]
+            ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if table.rows is not None and ids.numel():
+                low, high = torch.aminmax(ids)
+                if int(low) < 0 or int(high) >= table.rows:
+                    return self._describe_wrong(batch, t, table.rows)
+            if step.by_sums and self._sums(name):
+                continue
+            step.distinct[name], inverse, step.counts[name] = self._kernels.unique(ids)
+            for f, part in zip(self._readers[t], torch.split(inverse, [part.numel() for part in parts])):
+                step.inverses[self._spec_list[f].name] = part
+        return None
+
+    def _describe_wrong(self, batch: Batch, table: int, rows: int) -> str:
+        for f in self._readers[table]:
+            spec = self._spec_list[f]
+            part = batch[spec.name]
+            outside = ((part.values < 0) | (part.values >= rows)).nonzero()
+            if outside.numel():
+                place = int(outside[0])
+                sample = int(torch.searchsorted(part.offsets, place, right=True)) - 1
+                return (
+                    f"feature '{spec.name}', sample {sample} of the batch: id {int(part.values[place])} is not in "
+                    f"[0, {rows}) of table '{self.features[spec.name].table.name}'; give the table more rows, or none for "
+                    "unbounded ids"
+                )
+        raise AssertionError("no id is outside")
+
+    def _ask(self, step: Step, problem: str | None) -> None:
+        header = np.array([problem is not None, step.weights is not None], np.int64)
+        for part in self._exchanges:
+            distinct: list[Tensor | None] = [None] * len(part.numbers)
+            counts: list[Tensor | None] = [None] * len(part.numbers)
+            for k, p in enumerate(part.numbers):
+                piece = self._wire[p]
+                # Replicas are read where they are; only training tells the others what it will update.
+                if problem is None and (step.insert or not piece.replicated):
+                    distinct[k], counts[k] = step.distinct.get(piece.table), step.counts.get(piece.table)
+            journey = part.exchange.ask(distinct, counts, header)
+            self._agree(journey.headers, problem, step)
+            with self._timed("locate"):
+                journey.slots = part.owner.locate(journey.asked[-1], step.insert)
+            step.journeys.append(journey)
+        if step.by_sums and self._sum_exchange is not None:
+            with self._timed("bags"):
+                parts = {name: step.batch[name] for name in self.features}
+                ids, lengths = ({n: getattr(part, what) for n, part in parts.items()} for what in ("values", "lengths"))
+                storages = [self._storages[self._name_of(*shard)] for shard in self._sum_exchange.tables]
+                step.bags = self._sum_exchange.ask(ids, lengths, step.size, storages, step.insert)
+
+    def _agree(self, headers: Ints, problem: str | None, step: Step) -> None:
+        """All ranks refuse together, so that none waits for one that has stopped."""
+        if headers[:, 0].any():
+            told = self.mesh.gather(problem)
+            rank, first = next((rank, text) for rank, text in enumerate(told) if text is not None)
+            raise DataError(first if self.mesh.world == 1 else f"rank {rank}: {first}")
+        if (headers[:, 1] != (step.weights is not None)).any():
+            raise DataError("some ranks' batches have weights for their ids and some have none; give all the same")
+
+    def _look_up(self, step: Step) -> tuple[Tensor, ...]:  # type: ignore[override]
+        rows: dict[int, Tensor] = {}
+        for part, journey in zip(self._exchanges, step.journeys):
+            rows |= part.exchange.fetch(journey, part.owner.tables)
+        with self._timed("pool"):
+            entries = self._with_sums if step.by_sums else self._without_sums
+            pooled, sequences = self._outputs_for(step)
+            tables = [matrix_rows(rows.get(width, self._nothing(width))) for width in self._widths]
+            tables += [self._storage_of(p).rows for p in self._replicas]
+            step.local = self._local(step, entries, entries.forward, tables, updating=False)
+            parts = [sequences[k][:, first:last] for k, first, last in entries.sequences]
+            if entries.features:
+                read(self._kernels, step.local, pooled, parts)
+        if step.bags is not None and self._sum_exchange is not None:
+            assert pooled is not None
+            with self._timed("bags"):
+                self._sum_exchange.fetch(step.bags, step.size, pooled)
+                self._scale_means(step, pooled)
+        outputs = sequences if pooled is None else [pooled, *sequences]
+        if self.output_dtype != torch.float32:
+            outputs = [part.to(self.output_dtype) for part in outputs]
+        self._count_repeated(step)
+        return tuple(outputs)
+
+    def _outputs_for(self, step: Step) -> tuple[Tensor | None, list[Tensor]]:
+        like = torch.empty(0, device=self.device)
+        take = self.mesh.empty
+        pooled = take((step.size, self._columns), like) if self._columns else None
+        listed = [spec for spec in self._spec_list if spec.pooling is None]
+        return pooled, [take((step.batch[spec.name].values.numel(), spec.dim), like) for spec in listed]
+
+    def _nothing(self, width: int) -> Tensor:
+        return torch.empty(0, width, device=self.device)
+
+    def _local(
+        self, step: Step, entries: _Entries, specs: FeatureSpecs, tables: Sequence[TableRows], updating: bool
+    ) -> Request:
+        """The lookups of this rank's samples over the rows that came. Replicas are read in their tables, by slot, and updated by
+        the place of the distinct id."""
+        batch, places = step.batch, self._places(step)
+        numbers = []
+        for name, p in zip(entries.features, entries.pieces):
+            if self._wire[p].replicated and not updating:
+                numbers.append(self._storage_of(p).locate(batch[name].values, False))
+            else:
+                found, inverse = places[p], step.inverses[name]
+                numbers.append(inverse if found is None or self._wire[p].replicated else found[inverse])
+        positions = [batch.features.index(name) for name in entries.features]
+        if entries.single:
+            ids, bounds = torch.empty_like(batch.ids), batch.bounds
+            for at, part in zip(positions, numbers):
+                ids[int(bounds[at]) : int(bounds[at + 1])] = part
+            index = np.array(positions, np.int64)
+            return Request(tables, specs, step.size, index, ids, ids, batch.offsets, step.weights, bounds)
+        parts = [batch[name] for name in entries.features]
+        ids = torch.cat(numbers) if numbers else batch.ids[:0]
+        offsets = torch.zeros(step.size * len(parts) + 1, dtype=torch.int64, device=self.device)
+        if parts:
+            torch.cumsum(torch.cat([part.lengths for part in parts]), 0, out=offsets[1:])
+        weights = None if step.weights is None else torch.cat([_float(part.weights) for part in parts])
+        bounds = np.cumsum([0, *(part.numel() for part in numbers)], dtype=np.int64)
+        return Request(tables, specs, step.size, np.arange(len(parts)), ids, ids, offsets, weights, bounds)
+
+    def _places(self, step: Step) -> dict[int, Tensor | None]:
+        return {
+            p: journey.asked[0].places[k]
+            for part, journey in zip(self._exchanges, step.journeys)
+            for k, p in enumerate(part.numbers)
+        }
+
+    def _scale_means(self, step: Step, values: Tensor) -> None:
+        """Divides the columns of averaged features that owners sum by the bags' lengths."""
+        for name, spec in self._specs.items():
+            if spec.pooling == "mean" and self._sums(self.features[name].table.name):
+                values[:, spec.place : spec.place + spec.dim] /= step.batch[name].lengths.clamp(min=1)[:, None]
+
+    # Backward
+
+    def _update(self, step: Step, pooled: Tensor | None, sequences: list[Tensor | None]) -> None:  # type: ignore[override]
+        factor = 1.0 if self.schedule is None else self.schedule(self._step)
+        pooled = None if pooled is None else pooled.float()
+        flats = self._send_back(step, pooled, [None if part is None else part.float() for part in sequences])
+        work: list[Gathered] = []
+        with self._timed("update"):
+            for part, journey, flat in zip(self._exchanges, step.journeys, flats):
+                blocks, last = part.exchange.blocks, journey.asked[-1]
+                if journey.slots.numel():
+                    blocks.update(part.fused, part.owner.tables, journey.slots, last.received, flat, factor, self._step)
+                work += [self._gather_rows(part, journey, flat, k) for k in part.summed]
+        bags, exchange = step.bags, self._sum_exchange
+        if bags is not None and exchange is not None:
+            with self._timed("bags"):
+                upstream = (
+                    torch.zeros(step.size, self._columns, device=self.device) if pooled is None else pooled.clone()
+                )
+                self._scale_means(step, upstream)
+                gradient = exchange.send_back(bags, upstream.div_(self.mesh.world))
+            with self._timed("update"):
+                work += self._update_bags(bags.request, gradient, factor)
+        if any(self._needs_sums(name) for name in self.tables):
+            with self._timed("update"):
+                order = {name: k for k, name in enumerate(self.tables)}
+                work = [item for item in work if item.slots.numel()]
+                work.sort(key=lambda item: (order[item.shard.table], item.shard.part, item.shard.first))
+                self._column_sums.update(work, self.optimizers, factor, self._step)
+        self._step += 1
+
+    def _send_back(self, step: Step, pooled: Tensor | None, sequences: list[Tensor | None]) -> list[Tensor]:
+        """Sums the gradients per distinct id and brings the sums to the owners."""
+        entries = self._with_sums if step.by_sums else self._without_sums
+        with self._timed("sum"):
+            gradients: dict[int, Tensor] = {}
+            for part, journey in zip(self._exchanges, step.journeys):
+                gradients |= part.exchange.zeros(journey.asked[0].sent, part.exchange.hops[0])
+            tables = [matrix_rows(gradients.get(width, self._nothing(width))) for width in self._widths]
+            replicas: dict[int, Tensor] = {}
+            for p in self._replicas:
+                count = step.distinct[self._wire[p].table].numel()
+                replicas[p] = torch.zeros(count, self._wire[p].width, device=self.device)
+                tables.append(matrix_rows(replicas[p]))
+            local = self._local(step, entries, entries.backward, tables, updating=True)
+            parts = [_columns(sequences[k], first, last) for k, first, last in entries.sequences]
+            if entries.features and local.ids.numel():
+                self._kernels.update(local, pooled, parts, lr_factor=-1.0 / self.mesh.world, step=0)
+        return [
+            part.exchange.send_back(journey, gradients, [replicas.get(p) for p in part.numbers])
+            for part, journey in zip(self._exchanges, step.journeys)
+        ]
+
+    def _gather_rows(self, part: _Part, journey: Journey, flat: Tensor, k: int) -> Gathered:
+        """The distinct rows of a piece that were read and the sums of their gradients."""
+        blocks, received = part.exchange.blocks, journey.asked[-1].received
+        slots = torch.cat([journey.slots[span] for span in blocks.slices(received)[k]])
+        distinct, inverse, _ = self._kernels.unique(slots)
+        sums = torch.zeros(distinct.numel(), part.exchange.pieces[k].width, device=self.device)
+        if slots.numel():
+            sizes = [int(received[block]) * part.exchange.pieces[block[1]].width for block in blocks.blocks]
+            pieces = torch.split(flat, sizes)
+            mine = [piece for piece, (_, p) in zip(pieces, blocks.blocks) if p == k]
+            spec = FeatureSpecs([FeatureSpec("rows", 0, None, sums.shape[1], 0)])
+            self._add(sums, spec, inverse, None, [torch.cat(mine).view(-1, sums.shape[1])], 1)
+        return Gathered(self._shard_of(part.numbers[k]), part.owner.storages[k], distinct, sums)
+
+    def _add(
+        self, sums: Tensor, specs: FeatureSpecs, ids: Tensor, pooled: Tensor | None, lists: Sequence[Tensor], size: int,
+        offsets: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Adds gradients to the rows of a matrix."""
+        count = ids.numel()
+        where = torch.tensor([0, count], device=self.device) if offsets is None else offsets
+        index = np.arange(len(specs), dtype=np.int64)
+        request = Request([matrix_rows(sums)], specs, size, index, ids, ids, where)
+        self._kernels.update(request, pooled, lists, lr_factor=-1.0, step=0)
+
+    def _update_bags(self, request: Request, gradient: Tensor, factor: float) -> list[Gathered]:
+        """Updates the rows that were pooled here; those that need numbers of whole rows are given back instead."""
+        assert self._sum_exchange is not None
+        summed = [t for t, (name, _) in enumerate(self._sum_exchange.tables) if self._needs_sums(name)]
+        fused = [f for f, spec in enumerate(request.features) if spec.table not in summed]
+        if fused and request.ids.numel():
+            chosen = self._sum_exchange.specs
+            if summed:
+                chosen = FeatureSpecs(request.features[f] for f in fused)
+            part = Request(
+                request.tables, chosen, request.size, request.index[fused], request.ids, request.slots, request.offsets,
+                None, request.bounds,
+            )  # fmt: skip
+            self._kernels.update(part, gradient, [], lr_factor=factor, step=self._step)
+        work = []
+        for t in summed:
+            table, piece = self._sum_exchange.tables[t]
+            storage = self._storages[self._name_of(table, piece)]
+            readers = [f for f, spec in enumerate(request.features) if spec.table == t]
+            slots = torch.cat([request.slots_of(f) for f in readers])
+            distinct, inverse, _ = self._kernels.unique(slots)
+            sums = torch.zeros(distinct.numel(), piece.width, device=self.device)
+            if slots.numel():
+                specs = FeatureSpecs(
+                    FeatureSpec(s.name, 0, "sum", s.dim, s.place) for s in (request.features[f] for f in readers)
+                )
+                lengths = torch.cat([request.offsets_of(f).diff() for f in readers])
+                offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self.device)
+                torch.cumsum(lengths, 0, out=offsets[1:])
+                self._add(sums, specs, inverse, gradient, [], request.size, offsets)
+            work.append(Gathered(self._shards[self._name_of(table, piece)], storage, distinct, sums))
+        return work
+
+    def _weight_gradients(self, step: Step, pooled: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        """Of this rank's ids, from the rows that came. Where columns are spread, the pieces' products add up."""
+        assert step.weights is not None and step.local is not None
+        own = super()._weight_gradients(step.local, pooled)
+        entries, bounds = self._without_sums, step.local.bounds
+        if own is None or entries.single:
+            return own
+        assert bounds is not None
+        total = torch.zeros_like(step.weights)
+        for e, name in enumerate(entries.features):
+            at = step.batch.features.index(name)
+            span = slice(int(step.batch.bounds[at]), int(step.batch.bounds[at + 1]))
+            total[span] += own[int(bounds[e]) : int(bounds[e + 1])]
+        return total
+
+    # What it holds and what it did
+
+    @staticmethod
+    def _name_of(table: str, piece: Any) -> str:
+        return f"{table}[{piece.first}:{piece.last}]"
+
+    def _shard_of(self, p: int) -> Shard:
+        return self._shards[self._name_of(self._wire[p].table, self._wire[p].piece)]
+
+    def shard_storages(self) -> list[tuple[Shard, Storage]]:
+        return [(self._shards[name], storage) for name, storage in self._storages.items()]
+
+    def rows(self) -> dict[str, int]:
+        """Live rows of each table on this rank; a row of which it holds some columns counts."""
+        found = dict.fromkeys(self.tables, 0)
+        for shard, storage in self.shard_storages():
+            found[shard.table] = max(found[shard.table], storage.live)
+        return found
+
+    def exchanged(self) -> dict[str, float]:
+        """Bytes that this rank has sent to others so far, and what the exchange of its ids would have taken had they not been
+        made unique."""
+        traffic = self.mesh.traffic
+        return {"sent": float(traffic.inside + traffic.across), "repeated_ids": self._repeated_bytes}
+
+    def _count_repeated(self, step: Step) -> None:
+        wire = WIRE_BYTES[self.placement.forward_codec] + step.insert * WIRE_BYTES[self.placement.backward_codec]
+        for part, journey in zip(self._exchanges, step.journeys):
+            sent, place = journey.asked[0].sent, part.exchange.hops[0].link.place
+            for k, p in enumerate(part.numbers):
+                total = int(sent[:, k].sum())
+                if not total or self._wire[p].replicated:
+                    continue
+                ids = sum(step.inverses[f].numel() for f in self._features_of(self._wire[p].table))
+                elsewhere = 1 - int(sent[place, k]) / total
+                self._repeated_bytes += elsewhere * ids * (8 + wire * self._wire[p].width)
+
+    def _features_of(self, table: str) -> list[str]:
+        return [name for name, feature in self.features.items() if feature.table.name == table]
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        if self.timing is None:
+            yield
+            return
+        started, waited = time.perf_counter(), self.mesh.traffic.seconds
+        yield
+        spent = time.perf_counter() - started - (self.mesh.traffic.seconds - waited)
+        self.timing[what] = self.timing.get(what, 0.0) + spent
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddings:
+        torch.nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+        device = _exact(fn(torch.zeros(0, device=self.device)).device)
+        if device != self.device:
+            raise UserError(f"shards stay where they were made, on {self.device}; shard the module on {device}")
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, storage in self._storages.items():
+            for part, tensor in storage.state().items():
+                destination[f"{prefix}{self._key(name)}.{part}"] = tensor
+        destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
+
+    def _key(self, name: str) -> str:
+        shard = self._shards[name]
+        return f"{shard.table}.{shard.first}-{shard.last}.{shard.part}of{shard.parts}"
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # arguments: local metadata, strict, missing keys, unexpected keys, error messages
+        strict, missing, unexpected, errors = arguments[-4:]
+        known = {f"{prefix}step"}
+        for name, storage in self._storages.items():
+            keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
+            known |= set(keys.values())
+            absent = [key for key in keys.values() if key not in state]
+            missing += absent
+            if not absent:
+                try:
+                    storage.load({part: state[key] for part, key in keys.items()})
+                except CheckpointError as error:
+                    errors.append(str(error))
+        if f"{prefix}step" in state:
+            self.step = int(state[f"{prefix}step"])
+        else:
+            missing.append(f"{prefix}step")
+        if strict:
+            unexpected += [key for key in state if key.startswith(prefix) and key not in known]
+
+
+def _float(weights: Tensor | None) -> Tensor:
+    assert weights is not None
+    return weights.float()
+
+
+def _columns(part: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if part is None else part[:, first:last]
+
+
+def shard(
+    embeddings: Embeddings, plan: Placement | None = None, mesh: Any = None, *,
+    device: torch.device | str | None = None, timing: bool = False,
+) -> ShardedEmbeddings:  # fmt: skip
+    """The module's tables spread over the ranks of the job, with the same interface. All ranks call it.
+
+    `plan`: where everything goes; by default every table is dealt out by rows over all ranks. `mesh`: a torch DeviceMesh with
+    the dimensions (node, rank), or nothing for the whole job. A module on 'meta' holds nothing and is filled with fresh rows;
+    of any other the values are taken over. `device`: where the shards are to be, by default where the module is, or the CPU.
+    """
+    ranks = Mesh.of(mesh)
+    if plan is None:
+        placed = {n: place("row_wise", t, ranks.world, ranks.ranks_per_node) for n, t in embeddings.tables.items()}
+        plan = Placement(ranks.world, ranks.ranks_per_node, placed)
+    if device is None:
+        device = "cpu" if embeddings.device.type == "meta" else embeddings.device
+    sharded = ShardedEmbeddings(embeddings, plan, ranks, _exact(device), timing)
+    if embeddings.device.type != "meta":
+        _take_over(embeddings, sharded)
+    sharded.train(embeddings.training)
+    return sharded
+
+
+def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
+    """Gives the shards the rows of a whole module."""
+    whole: Mapping[str, Storage] = {shard.table: storage for shard, storage in embeddings.shard_storages()}
+    for shard, storage in sharded.shard_storages():
+        storage.load(cut(whole[shard.table].state(), shard, embeddings.tables[shard.table].rows is None))
+    sharded.step = embeddings.step
+
+
+def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:
+    """Of a whole table's state, as `Storage.state` gives it, what belongs to a shard."""
+
+    def columns(tensor: Tensor) -> Tensor:
+        return tensor[:, shard.first : shard.last] if tensor.dim() == 2 else tensor
+
+    if not hashed:
+        return {name: columns(tensor[shard.part :: shard.parts]) for name, tensor in state.items()}
+    ids, slots = state["ids"], state["slots"]
+    mine = part_of(ids, shard.parts, True) == shard.part
+    ids, slots = ids[mine], slots[mine]
+    live = slots >= 0
+    # A row that rare ids share is no id's own: every shard has it, at the front.
+    shared = int(state["weight"].shape[0] > int((state["slots"] >= 0).sum()))
+    rows = torch.cat([torch.zeros(shared, dtype=slots.dtype, device=slots.device), slots[live]])
+    moved = {name: columns(tensor[rows]) for name, tensor in state.items() if name not in ("ids", "slots")}
+    numbers = slots.clone()
+    numbers[live] = torch.arange(shared, shared + int(live.sum()), device=slots.device)
+    return {**moved, "ids": ids, "slots": numbers}

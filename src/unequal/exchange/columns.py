@@ -1,0 +1,104 @@
+"""Optimizers that need sums over a whole row, for tables whose columns are spread: the pieces of a row exchange their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.reference.rows import read, write
+from ..kernels.reference.update import steps
+from ..optim import LAMB, LARS, Optimizer, RowWiseAdagrad, RowWiseAdam
+from ..plan.placement import Placement, Shard
+from ..storage import Storage
+from .mesh import Mesh
+
+SUMS = {RowWiseAdagrad: 1, RowWiseAdam: 1, LAMB: 2, LARS: 2}
+"""numbers per row that an optimizer needs of all columns"""
+
+
+def sums_of(optimizer: Optimizer) -> int:
+    return SUMS.get(type(optimizer), 0)
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The distinct rows of a shard that a step has read, in the order of their first appearance, and their gradients' sums."""
+
+    shard: Shard
+    storage: Storage
+    slots: Tensor
+    gradients: Tensor
+
+
+class ColumnSums:
+    """Who holds the other columns of the same rows, for every shard of a table that needs sums over whole rows."""
+
+    def __init__(self, mesh: Mesh, placement: Placement, dims: dict[str, int]) -> None:
+        self.mesh, self.dims = mesh, dims
+        self.peers: dict[tuple[str, int, int], list[Shard]] = {}
+        for shard in placement.shards():
+            self.peers.setdefault((shard.table, shard.part, shard.parts), []).append(shard)
+
+    def update(self, work: Sequence[Gathered], optimizers: dict[str, Optimizer], factor: float, step: int) -> None:
+        """`work`: of every such shard held here, by table, part and column; on all ranks in the same step."""
+        running, partial, states = [], [], []
+        for item in work:
+            rows, optimizer = item.storage.rows, optimizers[item.shard.table]
+            weights = read(rows, rows.weights, item.slots).float()
+            states.append([read(rows, slabs, item.slots) for slabs in rows.states])
+            dim, lr = self.dims[item.shard.table], optimizer.lr * factor
+            running.append(steps(optimizer, weights, states[-1], item.gradients, lr, step, dim))
+            partial.append(next(running[-1]))
+        for item, job, own, total in zip(work, running, states, self._exchange(work, partial)):
+            self._finish(item, job, own, total, step)
+
+    def _finish(
+        self, item: Gathered, job: Generator[Tensor, Tensor, Tensor], states: list[Tensor], total: Tensor, step: int
+    ) -> None:
+        try:
+            job.send(total)
+        except StopIteration as end:
+            rows, new = item.storage.rows, end.value
+        else:
+            raise AssertionError("an optimizer asks for sums once")
+        if rows.dtype != torch.float32:
+            new = item.storage.kernels.round_rows(new, item.slots, rows.dtype, rows.rounding_key(step))
+        write(rows, rows.weights, item.slots, new)
+        for slabs, values in zip(rows.states, states):
+            write(rows, slabs, item.slots, values)
+
+    def _exchange(self, work: Sequence[Gathered], partial: Sequence[Tensor]) -> list[Tensor]:
+        """Every item's sums over all pieces, added in the order of the columns, so that all pieces get the same."""
+        world, me = self.mesh.world, self.mesh.rank
+        messages: list[list[Tensor]] = [[] for _ in range(world)]
+        shapes: dict[tuple[str, int, int], tuple[int, int]] = {}
+        for item, sums in zip(work, partial):
+            key = (item.shard.table, item.shard.part, item.shard.parts)
+            shapes[key] = (sums.shape[0], sums.shape[1])
+            for rank in dict.fromkeys(peer.rank for peer in self.peers[key]):
+                if rank != me:
+                    messages[rank].append(sums.flatten())
+        # What a rank sends here: the sums of each of its pieces of the rows that are also held here, in the same order.
+        expected = [
+            [(key, peer) for key in shapes for peer in self.peers[key] if peer.rank == rank and rank != me]
+            for rank in range(world)
+        ]
+        sent = np.array([sum(part.numel() for part in parts) for parts in messages], np.int64)
+        sizes = [[int(np.prod(shapes[key])) for key, _ in parts] for parts in expected]
+        received = np.array([sum(part) for part in sizes], np.int64)
+        like = torch.empty(0, device=partial[0].device if partial else None)
+        flat = torch.cat([part for parts in messages for part in parts]) if sent.sum() else like
+        came = self.mesh.everyone.all_to_all(flat, sent, received)
+        blocks = iter(torch.split(came, [size for parts in sizes for size in parts])) if received.sum() else iter(())
+        found = {peer: next(blocks).view(shapes[key]) for parts in expected for key, peer in parts if received.sum()}
+        found |= {item.shard: sums for item, sums in zip(work, partial)}
+        return [
+            torch.stack([found[peer] for peer in self.peers[item.shard.table, item.shard.part, item.shard.parts]]).sum(
+                0
+            )
+            for item in work
+        ]

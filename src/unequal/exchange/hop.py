@@ -1,0 +1,214 @@
+"""One hop of the exchange: ids go to the ranks that answer for them, rows come back, and gradients follow the ids.
+
+A message to a rank is made of blocks, one for each piece of a table that the rank answers for, in a fixed order. So a step's
+counts, ids, rows and gradients of all tables are one collective each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..plan.placement import Codec, Piece, part_of
+from .codecs import DTYPES, decode, encode, wire_size
+from .mesh import Ints, Link
+
+
+@dataclass(frozen=True, slots=True)
+class WirePiece:
+    """A piece of a table, as it is asked for."""
+
+    table: str
+    piece: Piece
+    hashed: bool
+    replicated: bool = False
+    """every rank holds all of it: ids and gradients go to all, and no row travels"""
+
+    @property
+    def width(self) -> int:
+        return self.piece.width
+
+
+@dataclass(slots=True)
+class Asked:
+    """What this rank asked for in a hop, what it was asked for, and where the answers will lie."""
+
+    sent: Ints
+    """[ranks, pieces]: ids asked of each rank"""
+    received: Ints
+    """[ranks, pieces]: ids asked by each rank"""
+    ids: Tensor
+    """what was received: by rank, then by piece"""
+    counts: Tensor | None
+    """how often each of them was read, where that is told"""
+    places: list[Tensor | None]
+    """per piece: of each of its distinct ids the place among all rows of its width that come, in the order of the message"""
+
+
+class Hop:
+    """Ids of pieces, dealt out over the ranks of a link."""
+
+    def __init__(self, link: Link, pieces: Sequence[WirePiece], target: Callable[[int], int], counted: bool) -> None:
+        """`target`: which place of the link answers for what a rank holds, or -1 for none. `counted`: tell how often ids were
+        read."""
+        self.link, self.pieces, self.counted = link, list(pieces), counted
+        self._targets = [torch.tensor([target(rank) for rank in piece.piece.ranks]) for piece in pieces]
+        self.holds = np.zeros((link.size, len(pieces)), bool)
+        for p, targets in enumerate(self._targets):
+            self.holds[targets[targets >= 0].numpy(), p] = True
+        # Equal widths lie together, so that a message is one matrix where there is one width; replicas come last.
+        self.order = sorted(range(len(pieces)), key=lambda p: (pieces[p].replicated, pieces[p].width, p))
+        self.widths = np.array([piece.width for piece in pieces], np.int64)
+        self.replicated = np.array([piece.replicated for piece in pieces], bool)
+        self.device = torch.device("cpu")
+
+    def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
+        """(rank, piece, count) in the order of a message with these counts [ranks, pieces]; `rows`: only what travels as rows."""
+        return [
+            (k, p, int(counts[k, p]))
+            for k in range(counts.shape[0])
+            for p in self.order
+            if counts[k, p] and not (rows and self.replicated[p])
+        ]
+
+    def ask(
+        self, distinct: Sequence[Tensor | None], counts: Sequence[Tensor | None], header: Ints
+    ) -> tuple[Asked, Ints]:
+        """Sends every distinct id of every piece to the rank that answers for it. `header`: a few numbers for every rank; those
+        of the others are given back, [ranks, numbers]."""
+        size = self.link.size
+        sent = np.zeros((size, len(self.pieces)), np.int64)
+        sorted_ids: list[Tensor | None] = [None] * len(self.pieces)
+        sorted_counts: list[Tensor | None] = [None] * len(self.pieces)
+        orders: list[Tensor | None] = [None] * len(self.pieces)
+        for p, (piece, ids) in enumerate(zip(self.pieces, distinct)):
+            if ids is None or not ids.numel():
+                continue
+            targets = self._targets[p]
+            if piece.replicated:
+                sent[:, p] = ids.numel()
+            elif len(targets) == 1 or size == 1:
+                sent[int(targets[0]), p] = ids.numel()
+            else:
+                part = part_of(ids, len(targets), piece.hashed)
+                place = targets.to(ids.device)[part]
+                orders[p] = torch.argsort(place, stable=True)
+                sent[:, p] = torch.bincount(place, minlength=size).cpu().numpy()
+            order = orders[p]
+            sorted_ids[p] = ids if order is None else ids[order]
+            times = counts[p]
+            if self.counted and times is not None:
+                sorted_counts[p] = times if order is None else times[order]
+        told = np.concatenate([np.broadcast_to(header, (size, header.size)), sent], 1)
+        came = self.link.all_to_all_counts(told)
+        received, headers = came[:, header.size :], came[:, : header.size]
+        ids = self._message(sorted_ids, sent)
+        per_rank = sent.sum(1), received.sum(1)
+        if self.counted:
+            both = torch.stack([ids, self._message(sorted_counts, sent)], 1)
+            landed, times = self.link.all_to_all(both, *per_rank).unbind(1)
+            asked = Asked(sent, received, landed.contiguous(), times.contiguous(), [])
+        else:
+            asked = Asked(sent, received, self.link.all_to_all(ids, *per_rank), None, [])
+        asked.places = self._find_places(orders, sent)
+        return asked, headers
+
+    def _message(self, parts: Sequence[Tensor | None], sent: Ints) -> Tensor:
+        """Parts that are sorted by rank, piece by piece, as a message: by rank, then by piece."""
+        splits: dict[int, Sequence[Tensor]] = {
+            p: [part] * len(sent) if self.replicated[p] else torch.split(part, sent[:, p].tolist())
+            for p, part in enumerate(parts)
+            if part is not None
+        }
+        blocks = [splits[p][k] for k, p, _ in self.blocks(sent, rows=False)]
+        return torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def _find_places(self, orders: Sequence[Tensor | None], sent: Ints) -> list[Tensor | None]:
+        """Where each distinct id's row will lie among the rows of its width, which come in the order of the message."""
+        first = np.zeros_like(sent)
+        next_of: dict[int, int] = {}
+        for k, p, count in self.blocks(sent, rows=True):
+            width = int(self.widths[p])
+            first[k, p] = next_of.get(width, 0)
+            next_of[width] = first[k, p] + count
+        places: list[Tensor | None] = []
+        for p in range(len(self.pieces)):
+            total = int(sent[:, p].sum())
+            if self.replicated[p]:
+                places.append(torch.arange(int(sent[0, p]), device=self.device))
+                continue
+            if not total:
+                places.append(None)
+                continue
+            holders = np.flatnonzero(sent[:, p])
+            spans = [torch.arange(first[k, p], first[k, p] + sent[k, p], device=self.device) for k in holders]
+            in_order, order = (spans[0] if len(spans) == 1 else torch.cat(spans)), orders[p]
+            places.append(in_order if order is None else torch.empty_like(in_order).index_copy_(0, order, in_order))
+        return places
+
+    def rows_of_width(self, sent: Ints) -> dict[int, int]:
+        """How many rows of each width come back."""
+        totals: dict[int, int] = {}
+        for _, p, count in self.blocks(sent, rows=True):
+            totals[int(self.widths[p])] = totals.get(int(self.widths[p]), 0) + count
+        return totals
+
+    def answer(self, asked: Asked, rows: Tensor, codec: Codec) -> dict[int, Tensor]:
+        """Sends the rows that were asked for (float32, flat, in the order of the ids); gives the rows that came, by width."""
+        flat = self._exchange(rows, asked.received, asked.sent, codec, rows=True)
+        return self._by_width(flat, asked.sent)
+
+    def _by_width(self, flat: Tensor, sent: Ints) -> dict[int, Tensor]:
+        blocks = self.blocks(sent, rows=True)
+        widths = {int(self.widths[p]) for _, p, _ in blocks}
+        if len(widths) == 1:
+            return {width: flat.view(-1, width) for width in widths}
+        parts = torch.split(flat, [count * int(self.widths[p]) for _, p, count in blocks]) if blocks else ()
+        grouped: dict[int, list[Tensor]] = {}
+        for part, (_, p, _) in zip(parts, blocks):
+            grouped.setdefault(int(self.widths[p]), []).append(part)
+        return {width: torch.cat(parts).view(-1, width) for width, parts in grouped.items()}
+
+    def return_gradients(
+        self, asked: Asked, gradients: dict[int, Tensor], replicas: Sequence[Tensor | None], codec: Codec
+    ) -> Tensor:
+        """Sends the gradient of every row that came (by width, in the order in which rows came) and of the replicated pieces'
+        distinct ids; gives what came for the ids this rank was asked for: flat, in their order."""
+        sent = asked.sent
+        blocks = self.blocks(sent, rows=False)
+        travelling = [block for block in blocks if not self.replicated[block[1]]]
+        widths = {int(self.widths[p]) for _, p, _ in travelling}
+        if len(travelling) == len(blocks) and len(widths) == 1:
+            flat = gradients[widths.pop()].view(-1)
+        else:
+            splits = {
+                width: iter(torch.split(gradients[width], [n for _, p, n in travelling if self.widths[p] == width]))
+                for width in widths
+            }
+            parts = []
+            for _, p, _ in blocks:
+                part = replicas[p] if self.replicated[p] else next(splits[int(self.widths[p])])
+                assert part is not None
+                parts.append(part.reshape(-1))
+            flat = torch.cat(parts) if parts else torch.empty(0, device=self.device)
+        return self._exchange(flat, sent, asked.received, codec, rows=False)
+
+    def _exchange(self, flat: Tensor, sent: Ints, received: Ints, codec: Codec, rows: bool) -> Tensor:
+        def runs(counts: Ints) -> list[tuple[int, int]]:
+            return [(n, int(self.widths[p])) for _, p, n in self.blocks(counts, rows)]
+
+        def sizes(counts: Ints) -> Ints:
+            total = np.zeros(self.link.size, np.int64)
+            for k, p, n in self.blocks(counts, rows):
+                total[k] += wire_size(n, int(self.widths[p]), codec)
+            return total
+
+        if self.link.size == 1:
+            return flat
+        wire = encode(flat, runs(sent), codec)
+        assert wire.dtype == DTYPES[codec]
+        return decode(self.link.all_to_all(wire, sizes(sent), sizes(received)), runs(received), codec)

@@ -1,0 +1,240 @@
+"""Rows by exchange, in one hop or in two: every distinct id once to its owner, its row once back, its gradient once there.
+
+With several nodes an id goes first to the rank of its own node that has the owner's number there, is made unique again with
+those of the node's other ranks, and then along the lane of that number: a row crosses the network once per node that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import Backend
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
+from ..optim import SGD
+from ..plan.placement import Codec
+from ..storage import Storage
+from .hop import Asked, Hop, WirePiece
+from .mesh import Ints, Mesh
+
+PLAIN = SGD(lr=1.0)
+"""Adds gradients up: with a factor of −1 a row becomes the sum of its gradients, if it was zero before."""
+
+
+def matrix_rows(matrix: Tensor) -> TableRows:
+    """A matrix as a table that the kernels read or add gradients to."""
+    return TableRows([matrix], [], matrix.shape[0], PLAIN)
+
+
+def read(kernels: Backend, request: Request, pooled: Tensor | None, sequences: Sequence[Tensor]) -> None:
+    """A lookup of slots that are known to be right."""
+    if kernels.on_device:
+        noted = torch.zeros(len(request.features), 2, dtype=torch.int64, device=request.ids.device)
+        kernels.lookup(request, pooled, sequences, noted)
+    else:
+        kernels.lookup(request, pooled, sequences)
+
+
+class Blocks:
+    """What a hop's messages ask of this rank: a block for every rank and every piece held here, in the message's order."""
+
+    def __init__(self, kernels: Backend, hop: Hop, table_of: Sequence[int]) -> None:
+        """`table_of`: which of the tables that `read` and `update` are given each piece reads."""
+        self.kernels, self.hop = kernels, hop
+        self.held = [p for p in hop.order if hop.holds[hop.link.place, p]]
+        self.blocks = [(k, p) for k in range(hop.link.size) for p in self.held]
+        self._table_of = table_of
+        self._travelling = self.select([p for p in self.held if not hop.replicated[p]])
+
+    def select(self, pieces: Sequence[int]) -> tuple[FeatureSpecs, Ints]:
+        """The blocks of some pieces, as features of a request, and which blocks they are."""
+        index = np.array([b for b, (_, p) in enumerate(self.blocks) if p in pieces], np.int64)
+        specs = [self.blocks[b] for b in index]
+        names = [self.hop.pieces[p].table for _, p in specs]
+        return FeatureSpecs(
+            FeatureSpec(name, self._table_of[p], None, self.hop.pieces[p].width, place)
+            for place, (name, (_, p)) in enumerate(zip(names, specs))
+        ), index
+
+    def bounds(self, counts: Ints) -> Ints:
+        """Where each block's ids begin, and where the last one's end."""
+        return np.cumsum([0, *(counts[k, p] for k, p in self.blocks)], dtype=np.int64)
+
+    def slices(self, counts: Ints) -> dict[int, list[slice]]:
+        """Per piece held here: where its ids lie, rank after rank."""
+        bounds = self.bounds(counts)
+        found: dict[int, list[slice]] = {p: [] for p in self.held}
+        for b, (_, p) in enumerate(self.blocks):
+            found[p].append(slice(int(bounds[b]), int(bounds[b + 1])))
+        return found
+
+    def _request(
+        self, tables: Sequence[TableRows], chosen: tuple[FeatureSpecs, Ints], slots: Tensor, counts: Ints
+    ) -> Request:
+        bounds = self.bounds(counts)
+        offsets = torch.from_numpy(bounds).to(slots.device)
+        return Request(tables, chosen[0], 1, chosen[1], slots, slots, offsets, None, bounds)
+
+    def read(self, tables: Sequence[TableRows], slots: Tensor, counts: Ints) -> Tensor:
+        """The rows of all slots of pieces that travel: float32, flat, in the order of the message."""
+        specs, index = self._travelling
+        sizes = [int(counts[self.blocks[b]]) * spec.dim for b, spec in zip(index, specs)]
+        flat = self.hop.link.mesh.empty((sum(sizes),), torch.empty(0, device=slots.device))
+        parts = [part.view(-1, spec.dim) for part, spec in zip(torch.split(flat, sizes), specs)] if sizes else []
+        if parts:
+            read(self.kernels, self._request(tables, (specs, index), slots, counts), None, parts)
+        return flat
+
+    def update(
+        self, chosen: tuple[FeatureSpecs, Ints], tables: Sequence[TableRows], slots: Tensor, counts: Ints,
+        gradients: Tensor, factor: float, step: int,
+    ) -> None:  # fmt: skip
+        """Applies the gradients (flat, of all blocks) to the rows of the chosen ones."""
+        specs, index = chosen
+        if not index.size:
+            return
+        sizes = [int(counts[block]) * self.hop.pieces[block[1]].width for block in self.blocks]
+        parts = torch.split(gradients, sizes)
+        views = [parts[b].view(-1, spec.dim) for b, spec in zip(index, specs)]
+        request = self._request(tables, chosen, slots, counts)
+        self.kernels.update(request, None, views, lr_factor=factor, step=step)
+
+
+class Owner:
+    """This rank's shards, as the last hop's messages ask for them."""
+
+    def __init__(self, blocks: Blocks, storages: dict[int, Storage]) -> None:
+        """`storages`: of every piece held here."""
+        self.blocks, self.storages = blocks, storages
+        self.tables = [storages[p].rows for p in blocks.held]
+
+    def locate(self, asked: Asked, insert: bool) -> Tensor:
+        """The slot of every id that was asked for."""
+        slots = torch.empty_like(asked.ids)
+        for p, spans in self.blocks.slices(asked.received).items():
+            storage = self.storages[p]
+            ids = torch.cat([asked.ids[span] for span in spans])
+            if not ids.numel():
+                continue
+            if insert and asked.counts is not None and storage.table.admit_after > 1:
+                times = torch.cat([asked.counts[span] for span in spans])
+                storage.locate(ids.repeat_interleave(times), True)  # admission counts reads, not distinct ids
+                found = storage.locate(ids, False)
+            else:
+                found = storage.locate(ids, insert)
+            for span, part in zip(spans, torch.split(found, [span.stop - span.start for span in spans])):
+                slots[span] = part
+        return slots
+
+
+@dataclass(slots=True)
+class Journey:
+    """A step's ids on their way, for their rows and then their gradients to follow."""
+
+    asked: list[Asked]
+    slots: Tensor
+    """at the owner, of what it was asked for"""
+    between: Tensor | None = None
+    """at the lane's rank: the place of each id that it was asked for among the rows it asked for itself"""
+    headers: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+
+class RowExchange:
+    """All pieces of all tables, over one hop or two."""
+
+    def __init__(
+        self, mesh: Mesh, pieces: Sequence[WirePiece], kernels: Backend, device: torch.device, *,
+        two_hops: bool, counted: bool, forward_codec: Codec, backward_codec: Codec,
+    ) -> None:  # fmt: skip
+        self.mesh, self.pieces, self.kernels, self.device = mesh, list(pieces), kernels, device
+        self.forward_codec, self.backward_codec = forward_codec, backward_codec
+        size = mesh.ranks_per_node
+        if two_hops:
+            lane = {rank: place for place, rank in enumerate(mesh.lane.ranks)}
+            near = Hop(mesh.in_node, pieces, lambda rank: rank % size, counted)
+            far = Hop(mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted)
+            self.hops = [near, far]
+        else:
+            self.hops = [Hop(mesh.everyone, pieces, lambda rank: rank, counted)]
+        for hop in self.hops:
+            hop.device = device
+        last = self.hops[-1]
+        held = [p for p in last.order if last.holds[last.link.place, p]]
+        self.blocks = Blocks(kernels, last, [held.index(p) if p in held else -1 for p in range(len(pieces))])
+        self.widths = sorted({piece.width for piece in pieces})
+        self._between = Blocks(kernels, self.hops[0], [self.widths.index(piece.width) for piece in pieces])
+        self._all_between = self._between.select(self._between.held)
+
+    def ask(self, distinct: Sequence[Tensor | None], counts: Sequence[Tensor | None], header: Ints) -> Journey:
+        """Brings every piece's distinct ids to their owners."""
+        asked, headers = self.hops[0].ask(distinct, counts, header)
+        journey = Journey([asked], asked.ids, None, headers)
+        if len(self.hops) == 2:
+            journey.asked.append(self._ask_on(asked, journey))
+        return journey
+
+    def _ask_on(self, asked: Asked, journey: Journey) -> Asked:
+        """From the lane's rank along the lane, each id once."""
+        distinct: list[Tensor | None] = [None] * len(self.pieces)
+        counts: list[Tensor | None] = [None] * len(self.pieces)
+        inverses: dict[int, Tensor] = {}
+        slices = self._between.slices(asked.received)
+        for p, spans in slices.items():
+            ids = torch.cat([asked.ids[span] for span in spans])
+            if not ids.numel():
+                continue
+            distinct[p], inverses[p], _ = self.kernels.unique(ids)
+            if asked.counts is not None:
+                times = torch.cat([asked.counts[span] for span in spans])
+                found = distinct[p]
+                assert found is not None
+                counts[p] = torch.zeros_like(found).index_add_(0, inverses[p], times)
+        header = journey.headers.max(0, initial=0)
+        onward, journey.headers = self.hops[1].ask(distinct, counts, header)
+        between = torch.empty_like(asked.ids)
+        for p, inverse in inverses.items():
+            places, spans = onward.places[p], slices[p]
+            assert places is not None
+            for span, part in zip(spans, torch.split(places[inverse], [span.stop - span.start for span in spans])):
+                between[span] = part
+        journey.between = between
+        return onward
+
+    def fetch(self, journey: Journey, tables: Sequence[TableRows]) -> dict[int, Tensor]:
+        """The rows this rank asked for, by width; `tables` are the owner's, one for each piece held here."""
+        last = journey.asked[-1]
+        rows = self.hops[-1].answer(last, self.blocks.read(tables, journey.slots, last.received), self.forward_codec)
+        if journey.between is None:
+            return rows
+        middle = [matrix_rows(self._width(rows, width)) for width in self.widths]
+        first = journey.asked[0]
+        answers = self._between.read(middle, journey.between, first.received)
+        return self.hops[0].answer(first, answers, self.forward_codec)
+
+    def _width(self, rows: dict[int, Tensor], width: int) -> Tensor:
+        found = rows.get(width)
+        return torch.empty(0, width, device=self.device) if found is None else found
+
+    def zeros(self, sent: Ints, hop: Hop) -> dict[int, Tensor]:
+        """A row of zeros for every row that a hop brings, by width."""
+        like = torch.empty(0, device=self.device)
+        return {width: self.mesh.empty((n, width), like).zero_() for width, n in hop.rows_of_width(sent).items()}
+
+    def send_back(self, journey: Journey, gradients: dict[int, Tensor], replicas: Sequence[Tensor | None]) -> Tensor:
+        """Brings the gradients of the rows that were fetched, and of replicated pieces' distinct ids, to the owners: flat, in
+        the order of the ids they were asked for."""
+        first = journey.asked[0]
+        flat = self.hops[0].return_gradients(first, gradients, replicas, self.backward_codec)
+        if journey.between is None:
+            return flat
+        onward = journey.asked[1]
+        sums = self.zeros(onward.sent, self.hops[1])
+        middle = [matrix_rows(self._width(sums, width)) for width in self.widths]
+        self._between.update(self._all_between, middle, journey.between, first.received, flat, -1.0, 0)
+        none: list[Any] = [None] * len(self.pieces)
+        return self.hops[1].return_gradients(onward, sums, none, self.backward_codec)

@@ -1,0 +1,188 @@
+"""Pooled features whose owners send sums: ids and lengths go out, one vector per sample and owner comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import Backend
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request
+from ..plan.placement import Codec, part_of
+from ..storage import Storage
+from .codecs import decode, encode, wire_size
+from .hop import WirePiece
+from .mesh import Ints, Mesh
+from .rows import read
+
+RunsByRank = list[list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bagged:
+    """A feature's share of a piece."""
+
+    feature: str
+    piece: WirePiece
+    column: int
+    """where its columns begin in the pooled output"""
+
+    @property
+    def width(self) -> int:
+        return self.piece.width
+
+
+@dataclass(slots=True)
+class Bags:
+    """A step's bags as the owner has them, for their gradients to follow."""
+
+    request: Request
+    sizes: Ints
+    """samples of each rank"""
+
+
+class SumExchange:
+    """All such features, in one hop over all ranks."""
+
+    def __init__(
+        self, mesh: Mesh, parts: Sequence[Bagged], kernels: Backend, device: torch.device,
+        forward_codec: Codec, backward_codec: Codec,
+    ) -> None:  # fmt: skip
+        self.mesh, self.parts, self.kernels, self.device = mesh, list(parts), kernels, device
+        self.forward_codec, self.backward_codec = forward_codec, backward_codec
+        self._ranks = [torch.tensor(part.piece.piece.ranks, device=device) for part in parts]
+        self.held_by = [
+            [j for j, part in enumerate(parts) if rank in part.piece.piece.ranks] for rank in range(mesh.world)
+        ]
+        self.held = self.held_by[mesh.rank]
+        self.tables = list(dict.fromkeys((parts[j].piece.table, parts[j].piece.piece) for j in self.held))
+        """which shards are read here"""
+        columns = np.cumsum([0, *(parts[j].width for j in self.held)])
+        self.columns = int(columns[-1])
+        self.specs = FeatureSpecs(
+            FeatureSpec(
+                parts[j].feature, self.tables.index((parts[j].piece.table, parts[j].piece.piece)), "sum", parts[j].width,
+                int(columns[k]),
+            )
+            for k, j in enumerate(self.held)
+        )  # fmt: skip
+
+    def ask(
+        self, ids: dict[str, Tensor], lengths: dict[str, Tensor], size: int, storages: Sequence[Storage], insert: bool
+    ) -> Bags:
+        """Brings every bag's ids to their owners. `ids` and `lengths` by feature."""
+        world = self.mesh.world
+        pieces = [self._deal(j, ids[part.feature], lengths[part.feature], size) for j, part in enumerate(self.parts)]
+        counts = np.array([[size, *(piece[2][k] for piece in pieces)] for k in range(world)], np.int64)
+        came = self.mesh.everyone.all_to_all_counts(counts)
+        sizes, received = came[:, 0], came[:, 1:][:, self.held]
+        message = []
+        for k in range(world):
+            message += [pieces[j][1][k] for j in self.held_by[k]] + [pieces[j][0][k] for j in self.held_by[k]]
+        sent = [size * len(held) + int(counts[k, 1:][held].sum()) for k, held in enumerate(self.held_by)]
+        expected = sizes * len(self.held) + received.sum(1)
+        flat = torch.cat(message) if message else torch.empty(0, dtype=torch.int64, device=self.device)
+        landed = self.mesh.everyone.all_to_all(flat, np.array(sent, np.int64), expected)
+        cuts = [[*([int(sizes[k])] * len(self.held)), *received[k].tolist()] for k in range(world)]
+        blocks = torch.split(landed, [cut for part in cuts for cut in part])
+        many = 2 * len(self.held)
+        all_lengths = [torch.cat([blocks[k * many + h] for k in range(world)]) for h in range(len(self.held))]
+        all_ids = [torch.cat([blocks[k * many + many // 2 + h] for k in range(world)]) for h in range(len(self.held))]
+        return Bags(self._request(all_ids, all_lengths, int(sizes.sum()), storages, insert), sizes)
+
+    def _deal(self, j: int, ids: Tensor, lengths: Tensor, size: int) -> tuple[list[Tensor], list[Tensor], Ints]:
+        """Per rank: ids, lengths and the number of ids."""
+        world, piece, ranks = self.mesh.world, self.parts[j].piece, self._ranks[j]
+        none, no_lengths = ids[:0], torch.zeros_like(lengths)
+        if len(ranks) == 1:
+            owner = piece.piece.ranks[0]
+            counts = np.zeros(world, np.int64)
+            counts[owner] = ids.numel()
+            return (
+                [ids if k == owner else none for k in range(world)],
+                [lengths if k == owner else no_lengths for k in range(world)],
+                counts,
+            )
+        rank = ranks[part_of(ids, len(ranks), piece.hashed)]
+        sample = torch.repeat_interleave(torch.arange(size, device=ids.device), lengths, output_size=ids.numel())
+        dealt = torch.bincount(rank * size + sample, minlength=world * size).view(world, size)
+        counts = dealt.sum(1).cpu().numpy()
+        sorted_ids = ids[torch.argsort(rank, stable=True)]
+        return list(torch.split(sorted_ids, counts.tolist())), list(dealt.unbind(0)), counts
+
+    def _request(
+        self, ids: list[Tensor], lengths: list[Tensor], size: int, storages: Sequence[Storage], insert: bool
+    ) -> Request:
+        slots = list(ids)
+        for t, storage in enumerate(
+            storages
+        ):  # all of a table's ids at once: admission counts them, then looks them up
+            mine = [f for f, spec in enumerate(self.specs) if spec.table == t]
+            found = storage.locate(torch.cat([ids[f] for f in mine]), insert)
+            for f, part in zip(mine, torch.split(found, [ids[f].numel() for f in mine])):
+                slots[f] = part
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        flat = torch.cat(slots) if slots else empty
+        offsets = torch.zeros(size * len(lengths) + 1, dtype=torch.int64, device=self.device)
+        if lengths:
+            torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+        bounds = np.cumsum([0, *(part.numel() for part in ids)], dtype=np.int64)
+        index = np.arange(len(self.specs), dtype=np.int64)
+        return Request([s.rows for s in storages], self.specs, size, index, flat, flat, offsets, None, bounds)
+
+    def fetch(self, bags: Bags, size: int, pooled: Tensor) -> None:
+        """Fills the features' columns of the pooled output with their sums."""
+        like = torch.empty(0, device=self.device)
+        out = self.mesh.empty((bags.request.size, self.columns), like)
+        if self.columns:
+            read(self.kernels, bags.request, out, [])
+        by_rank = torch.split(out, bags.sizes.tolist())
+        blocks = [part[:, s.place : s.place + s.dim].reshape(-1) for part in by_rank for s in self.specs]
+        came = self._exchange(blocks, self._owned(bags), self._asked(size), self.forward_codec)
+        filled: set[int] = set()
+        for block, j in zip(came, [j for held in self.held_by for j in held]):
+            part = self.parts[j]
+            target = pooled[:, part.column : part.column + part.width]
+            if j in filled:
+                target.add_(block.view(size, part.width))
+            else:
+                target.copy_(block.view(size, part.width))
+                filled.add(j)
+
+    def _owned(self, bags: Bags) -> RunsByRank:
+        return [[(int(n), spec.dim) for spec in self.specs] for n in bags.sizes]
+
+    def _asked(self, size: int) -> RunsByRank:
+        return [[(size, self.parts[j].width) for j in held] for held in self.held_by]
+
+    def send_back(self, bags: Bags, gradient: Tensor) -> Tensor:
+        """The gradients of all ranks' bags, as the owner's pooled output lies. `gradient`: of this rank's pooled output."""
+        size = gradient.shape[0]
+        blocks = []
+        for held in self.held_by:
+            for j in held:
+                part = self.parts[j]
+                blocks.append(gradient[:, part.column : part.column + part.width].reshape(-1))
+        came = self._exchange(blocks, self._asked(size), self._owned(bags), self.backward_codec)
+        out = self.mesh.empty((bags.request.size, self.columns), gradient)
+        rows = torch.split(out, bags.sizes.tolist())
+        targets = [(own, spec) for own in rows for spec in self.specs]
+        for block, (own, spec) in zip(came, targets):
+            own[:, spec.place : spec.place + spec.dim] = block.view(-1, spec.dim)
+        return out
+
+    def _exchange(self, blocks: list[Tensor], sent: RunsByRank, received: RunsByRank, codec: Codec) -> Sequence[Tensor]:
+        """`sent` and `received`: (samples, width) of every block, by rank."""
+        flat = torch.cat(blocks) if blocks else torch.empty(0, device=self.device)
+        runs = [run for part in received for run in part]
+        if self.mesh.world > 1:
+            wire = encode(flat, [run for part in sent for run in part], codec)
+            sizes = [
+                np.array([sum(wire_size(*run, codec) for run in part) for part in side], np.int64)
+                for side in (sent, received)
+            ]
+            flat = decode(self.mesh.everyone.all_to_all(wire, *sizes), runs, codec)
+        return torch.split(flat, [rows * width for rows, width in runs]) if runs else ()
