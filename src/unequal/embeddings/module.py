@@ -22,7 +22,7 @@ from ..tables import Feature, Table
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
 
 
-def _exact(device: torch.device | str) -> torch.device:
+def exact_device(device: torch.device | str) -> torch.device:
     """With its number: 'cuda' and 'cuda:0' are the same device, but do not compare equal."""
     device = torch.device(device)
     return (
@@ -91,7 +91,7 @@ class Embeddings(nn.Module):
         self.optimizer = RowWiseAdagrad() if optimizer is None else optimizer
         self.schedule = schedule
         self.seed = seed
-        self.device = _exact(device)
+        self.device = exact_device(device)
         if output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise RecipeError("Embeddings output_dtype", "torch.float32, float16 or bfloat16", output_dtype)
         self.output_dtype = output_dtype
@@ -159,7 +159,7 @@ class Embeddings(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Embeddings:
         """Follows .to(device), .cuda() and .cpu() with its tables; their dtype is theirs alone."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = _exact(fn(torch.zeros(0, device=self.device)).device)
+        device = exact_device(fn(torch.zeros(0, device=self.device)).device)
         if device != self.device:
             kernels = backend(device)
             step = self.step

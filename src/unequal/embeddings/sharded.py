@@ -1,4 +1,4 @@
-"""uq.shard: the tables of a module spread over the ranks of a job, behind the same interface.
+"""The tables of a module spread over the ranks of a job, behind the same interface.
 
 A step, on every rank: the ids of each table are made unique; each goes once to its owner and its row comes back once; pooling and
 lists are made here from those rows. Backward goes the same way: gradients are summed per distinct id, go to the owner once, and
@@ -8,7 +8,7 @@ there the row is updated once with the sum over all ranks, in rank order. Tables
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +19,17 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..errors import CheckpointError, DataError, UserError
-from ..exchange.columns import ColumnSums, Gathered, sums_of
+from ..exchange.columns import ColumnSums, Gathered, sum_by_row, sums_of
 from ..exchange.hop import WirePiece
 from ..exchange.mesh import Ints, Mesh
+from ..exchange.rare import share_rare
 from ..exchange.rows import Journey, Owner, RowExchange, matrix_rows, read
 from ..exchange.sums import Bagged, Bags, SumExchange
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
-from ..plan.placement import Placement, Shard, part_of, place
+from ..plan.placement import Placement, Shard
 from ..storage import Storage, make_shard
 from .device import out_of_memory
-from .module import Embeddings, _exact
+from .module import Embeddings, exact_device
 
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 
@@ -81,7 +82,7 @@ class _Part:
     fused: tuple[FeatureSpecs, Ints]
     """the blocks whose rows are updated where their gradients arrive"""
     summed: list[int]
-    """pieces held here whose optimizer needs numbers of whole rows"""
+    """pieces held here whose rows are not: their gradients are gathered first"""
 
 
 class ShardedEmbeddings(Embeddings):
@@ -160,7 +161,7 @@ class ShardedEmbeddings(Embeddings):
             exchange = RowExchange(mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, **codecs)
             storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
             owner = Owner(exchange.blocks, storages)
-            summed = [k for k in exchange.blocks.held if self._needs_sums(exchange.pieces[k].table)]
+            summed = [k for k in exchange.blocks.held if self._gathers(exchange.pieces[k].table)]
             fused = exchange.blocks.select([k for k in exchange.blocks.held if k not in summed])
             self._exchanges.append(_Part(numbers, exchange, owner, fused, summed))
         bagged = [
@@ -180,6 +181,15 @@ class ShardedEmbeddings(Embeddings):
     def _needs_sums(self, table: str) -> bool:
         """Whether its optimizer needs numbers of whole rows whose columns are spread."""
         return len(self.placement.tables[table].pieces) > 1 and sums_of(self.optimizers[table]) > 0
+
+    def _shares_rare(self, table: str) -> bool:
+        """Whether rare ids share a row that several ranks have a copy of."""
+        spread = any(len(piece.ranks) > 1 for piece in self.placement.tables[table].pieces)
+        return self.tables[table].admit_after > 1 and spread and self.placement.tables[table].kind != "data_parallel"
+
+    def _gathers(self, table: str) -> bool:
+        """Whether an update needs something of other ranks beside the gradients."""
+        return self._needs_sums(table) or self._shares_rare(table)
 
     def _lay_out_entries(self, by_sums: bool) -> _Entries:
         widths = sorted({piece.width for piece in self._wire})
@@ -297,7 +307,10 @@ class ShardedEmbeddings(Embeddings):
             assert pooled is not None
             with self._timed("bags"):
                 self._sum_exchange.fetch(step.bags, step.size, pooled)
-                self._scale_means(step, pooled)
+                for name, lengths in self._mean_lengths(step).items():
+                    if lengths is not None:
+                        spec = self._specs[name]
+                        pooled[:, spec.place : spec.place + spec.dim] /= lengths
         outputs = sequences if pooled is None else [pooled, *sequences]
         if self.output_dtype != torch.float32:
             outputs = [part.to(self.output_dtype) for part in outputs]
@@ -350,11 +363,13 @@ class ShardedEmbeddings(Embeddings):
             for k, p in enumerate(part.numbers)
         }
 
-    def _scale_means(self, step: Step, values: Tensor) -> None:
-        """Divides the columns of averaged features that owners sum by the bags' lengths."""
-        for name, spec in self._specs.items():
-            if spec.pooling == "mean" and self._sums(self.features[name].table.name):
-                values[:, spec.place : spec.place + spec.dim] /= step.batch[name].lengths.clamp(min=1)[:, None]
+    def _mean_lengths(self, step: Step) -> dict[str, Tensor | None]:
+        """Of the features that owners sum: what to divide by, [samples, 1], where they are averaged."""
+        return {
+            name: step.batch[name].lengths.clamp(min=1)[:, None] if feature.pooling == "mean" else None
+            for name, feature in self.features.items()
+            if self._sums(feature.table.name)
+        }
 
     # Backward
 
@@ -368,24 +383,40 @@ class ShardedEmbeddings(Embeddings):
                 blocks, last = part.exchange.blocks, journey.asked[-1]
                 if journey.slots.numel():
                     blocks.update(part.fused, part.owner.tables, journey.slots, last.received, flat, factor, self._step)
-                work += [self._gather_rows(part, journey, flat, k) for k in part.summed]
+                tables = [part.exchange.pieces[k].table for k in part.summed]
+                by_rows = [k for k, name in zip(part.summed, tables) if not (step.by_sums and self._sums(name))]
+                work += [self._gather_rows(part, journey, flat, k) for k in by_rows]
         bags, exchange = step.bags, self._sum_exchange
         if bags is not None and exchange is not None:
             with self._timed("bags"):
-                upstream = (
-                    torch.zeros(step.size, self._columns, device=self.device) if pooled is None else pooled.clone()
-                )
-                self._scale_means(step, upstream)
-                gradient = exchange.send_back(bags, upstream.div_(self.mesh.world))
+                upstream = torch.zeros(step.size, self._columns, device=self.device) if pooled is None else pooled
+                share = 1.0 / self.mesh.world
+                factors = {n: share if mean is None else share / mean for n, mean in self._mean_lengths(step).items()}
+                gradient = exchange.send_back(bags, upstream, factors)
             with self._timed("update"):
                 work += self._update_bags(bags.request, gradient, factor)
-        if any(self._needs_sums(name) for name in self.tables):
-            with self._timed("update"):
-                order = {name: k for k, name in enumerate(self.tables)}
-                work = [item for item in work if item.slots.numel()]
-                work.sort(key=lambda item: (order[item.shard.table], item.shard.part, item.shard.first))
-                self._column_sums.update(work, self.optimizers, factor, self._step)
+        with self._timed("update"):
+            self._update_gathered(work, factor)
         self._step += 1
+
+    def _update_gathered(self, work: list[Gathered], factor: float) -> None:
+        order = {name: k for k, name in enumerate(self.tables)}
+        if any(self._shares_rare(name) for name in self.tables):
+            rare = [item for item in work if self._shares_rare(item.shard.table)]
+            rare.sort(key=lambda item: (order[item.shard.table], item.shard.first, item.shard.part))
+            share_rare(self.mesh, self.placement, rare)
+        work = [item for item in work if item.slots.numel()]
+        for item in work:
+            if not self._needs_sums(item.shard.table):
+                rows, width = item.storage.rows, item.gradients.shape[1]
+                ends = torch.tensor([0, item.slots.numel()], device=self.device)
+                specs = FeatureSpecs([FeatureSpec("rows", 0, None, width, 0)])
+                request = Request([rows], specs, 1, np.zeros(1, np.int64), item.slots, item.slots, ends)
+                self._kernels.update(request, None, [item.gradients], lr_factor=factor, step=self._step)
+        if any(self._needs_sums(name) for name in self.tables):
+            work = [item for item in work if self._needs_sums(item.shard.table)]
+            work.sort(key=lambda item: (order[item.shard.table], item.shard.part, item.shard.first))
+            self._column_sums.update(work, self.optimizers, factor, self._step)
 
     def _send_back(self, step: Step, pooled: Tensor | None, sequences: list[Tensor | None]) -> list[Tensor]:
         """Sums the gradients per distinct id and brings the sums to the owners."""
@@ -411,33 +442,17 @@ class ShardedEmbeddings(Embeddings):
 
     def _gather_rows(self, part: _Part, journey: Journey, flat: Tensor, k: int) -> Gathered:
         """The distinct rows of a piece that were read and the sums of their gradients."""
-        blocks, received = part.exchange.blocks, journey.asked[-1].received
+        blocks, received, width = part.exchange.blocks, journey.asked[-1].received, part.exchange.pieces[k].width
         slots = torch.cat([journey.slots[span] for span in blocks.slices(received)[k]])
-        distinct, inverse, _ = self._kernels.unique(slots)
-        sums = torch.zeros(distinct.numel(), part.exchange.pieces[k].width, device=self.device)
-        if slots.numel():
-            sizes = [int(received[block]) * part.exchange.pieces[block[1]].width for block in blocks.blocks]
-            pieces = torch.split(flat, sizes)
-            mine = [piece for piece, (_, p) in zip(pieces, blocks.blocks) if p == k]
-            spec = FeatureSpecs([FeatureSpec("rows", 0, None, sums.shape[1], 0)])
-            self._add(sums, spec, inverse, None, [torch.cat(mine).view(-1, sums.shape[1])], 1)
-        return Gathered(self._shard_of(part.numbers[k]), part.owner.storages[k], distinct, sums)
-
-    def _add(
-        self, sums: Tensor, specs: FeatureSpecs, ids: Tensor, pooled: Tensor | None, lists: Sequence[Tensor], size: int,
-        offsets: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Adds gradients to the rows of a matrix."""
-        count = ids.numel()
-        where = torch.tensor([0, count], device=self.device) if offsets is None else offsets
-        index = np.arange(len(specs), dtype=np.int64)
-        request = Request([matrix_rows(sums)], specs, size, index, ids, ids, where)
-        self._kernels.update(request, pooled, lists, lr_factor=-1.0, step=0)
+        sizes = [int(received[block]) * part.exchange.pieces[block[1]].width for block in blocks.blocks]
+        mine = [piece for piece, (_, p) in zip(torch.split(flat, sizes), blocks.blocks) if p == k]
+        found = sum_by_row(self._kernels, slots, width, lists=torch.cat(mine).view(-1, width))
+        return Gathered(self._shard_of(part.numbers[k]), part.owner.storages[k], *found)
 
     def _update_bags(self, request: Request, gradient: Tensor, factor: float) -> list[Gathered]:
         """Updates the rows that were pooled here; those that need numbers of whole rows are given back instead."""
         assert self._sum_exchange is not None
-        summed = [t for t, (name, _) in enumerate(self._sum_exchange.tables) if self._needs_sums(name)]
+        summed = [t for t, (name, _) in enumerate(self._sum_exchange.tables) if self._gathers(name)]
         fused = [f for f, spec in enumerate(request.features) if spec.table not in summed]
         if fused and request.ids.numel():
             chosen = self._sum_exchange.specs
@@ -454,17 +469,10 @@ class ShardedEmbeddings(Embeddings):
             storage = self._storages[self._name_of(table, piece)]
             readers = [f for f, spec in enumerate(request.features) if spec.table == t]
             slots = torch.cat([request.slots_of(f) for f in readers])
-            distinct, inverse, _ = self._kernels.unique(slots)
-            sums = torch.zeros(distinct.numel(), piece.width, device=self.device)
-            if slots.numel():
-                specs = FeatureSpecs(
-                    FeatureSpec(s.name, 0, "sum", s.dim, s.place) for s in (request.features[f] for f in readers)
-                )
-                lengths = torch.cat([request.offsets_of(f).diff() for f in readers])
-                offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self.device)
-                torch.cumsum(lengths, 0, out=offsets[1:])
-                self._add(sums, specs, inverse, gradient, [], request.size, offsets)
-            work.append(Gathered(self._shards[self._name_of(table, piece)], storage, distinct, sums))
+            lengths = torch.cat([request.offsets_of(f).diff() for f in readers])
+            places = [request.features[f].place for f in readers]
+            found = sum_by_row(self._kernels, slots, piece.width, pooled=(gradient, lengths, places))
+            work.append(Gathered(self._shards[self._name_of(table, piece)], storage, *found))
         return work
 
     def _weight_gradients(self, step: Step, pooled: Tensor | None) -> Tensor | None:  # type: ignore[override]
@@ -534,7 +542,7 @@ class ShardedEmbeddings(Embeddings):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddings:
         torch.nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
-        device = _exact(fn(torch.zeros(0, device=self.device)).device)
+        device = exact_device(fn(torch.zeros(0, device=self.device)).device)
         if device != self.device:
             raise UserError(f"shards stay where they were made, on {self.device}; shard the module on {device}")
         return self
@@ -578,55 +586,3 @@ def _float(weights: Tensor | None) -> Tensor:
 
 def _columns(part: Tensor | None, first: int, last: int) -> Tensor | None:
     return None if part is None else part[:, first:last]
-
-
-def shard(
-    embeddings: Embeddings, plan: Placement | None = None, mesh: Any = None, *,
-    device: torch.device | str | None = None, timing: bool = False,
-) -> ShardedEmbeddings:  # fmt: skip
-    """The module's tables spread over the ranks of the job, with the same interface. All ranks call it.
-
-    `plan`: where everything goes; by default every table is dealt out by rows over all ranks. `mesh`: a torch DeviceMesh with
-    the dimensions (node, rank), or nothing for the whole job. A module on 'meta' holds nothing and is filled with fresh rows;
-    of any other the values are taken over. `device`: where the shards are to be, by default where the module is, or the CPU.
-    """
-    ranks = Mesh.of(mesh)
-    if plan is None:
-        placed = {n: place("row_wise", t, ranks.world, ranks.ranks_per_node) for n, t in embeddings.tables.items()}
-        plan = Placement(ranks.world, ranks.ranks_per_node, placed)
-    if device is None:
-        device = "cpu" if embeddings.device.type == "meta" else embeddings.device
-    sharded = ShardedEmbeddings(embeddings, plan, ranks, _exact(device), timing)
-    if embeddings.device.type != "meta":
-        _take_over(embeddings, sharded)
-    sharded.train(embeddings.training)
-    return sharded
-
-
-def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
-    """Gives the shards the rows of a whole module."""
-    whole: Mapping[str, Storage] = {shard.table: storage for shard, storage in embeddings.shard_storages()}
-    for shard, storage in sharded.shard_storages():
-        storage.load(cut(whole[shard.table].state(), shard, embeddings.tables[shard.table].rows is None))
-    sharded.step = embeddings.step
-
-
-def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:
-    """Of a whole table's state, as `Storage.state` gives it, what belongs to a shard."""
-
-    def columns(tensor: Tensor) -> Tensor:
-        return tensor[:, shard.first : shard.last] if tensor.dim() == 2 else tensor
-
-    if not hashed:
-        return {name: columns(tensor[shard.part :: shard.parts]) for name, tensor in state.items()}
-    ids, slots = state["ids"], state["slots"]
-    mine = part_of(ids, shard.parts, True) == shard.part
-    ids, slots = ids[mine], slots[mine]
-    live = slots >= 0
-    # A row that rare ids share is no id's own: every shard has it, at the front.
-    shared = int(state["weight"].shape[0] > int((state["slots"] >= 0).sum()))
-    rows = torch.cat([torch.zeros(shared, dtype=slots.dtype, device=slots.device), slots[live]])
-    moved = {name: columns(tensor[rows]) for name, tensor in state.items() if name not in ("ids", "slots")}
-    numbers = slots.clone()
-    numbers[live] = torch.arange(shared, shared + int(live.sum()), device=slots.device)
-    return {**moved, "ids": ids, "slots": numbers}

@@ -9,12 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import offsets_of
+from ..kernels import Backend
 from ..kernels.reference.rows import read, write
 from ..kernels.reference.update import steps
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request
 from ..optim import LAMB, LARS, Optimizer, RowWiseAdagrad, RowWiseAdam
 from ..plan.placement import Placement, Shard
 from ..storage import Storage
 from .mesh import Mesh
+from .rows import matrix_rows
 
 SUMS = {RowWiseAdagrad: 1, RowWiseAdam: 1, LAMB: 2, LARS: 2}
 """numbers per row that an optimizer needs of all columns"""
@@ -32,6 +36,29 @@ class Gathered:
     storage: Storage
     slots: Tensor
     gradients: Tensor
+
+
+def sum_by_row(
+    kernels: Backend, slots: Tensor, width: int, *, lists: Tensor | None = None,
+    pooled: tuple[Tensor, Tensor, list[int]] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(distinct slots in the order of their first appearance, sums of their gradients). `lists`: a gradient per slot; or
+    `pooled`: the bags' gradients, the lengths of all bags of all features, and in which column each feature begins."""
+    distinct, inverse, _ = kernels.unique(slots)
+    sums = torch.zeros(distinct.numel(), width, device=slots.device)
+    if not slots.numel():
+        return distinct, sums
+    if pooled is None:
+        specs = FeatureSpecs([FeatureSpec("rows", 0, None, width, 0)])
+        size, offsets, upstream = 1, torch.tensor([0, slots.numel()], device=slots.device), None
+    else:
+        upstream, lengths, places = pooled
+        specs = FeatureSpecs(FeatureSpec("rows", 0, "sum", width, place) for place in places)
+        size, offsets = upstream.shape[0], offsets_of(lengths)
+    index = np.arange(len(specs), dtype=np.int64)
+    request = Request([matrix_rows(sums)], specs, size, index, inverse, inverse, offsets)
+    kernels.update(request, upstream, [] if lists is None else [lists], lr_factor=-1.0, step=0)
+    return distinct, sums
 
 
 class ColumnSums:

@@ -158,14 +158,18 @@ class SumExchange:
     def _asked(self, size: int) -> RunsByRank:
         return [[(size, self.parts[j].width) for j in held] for held in self.held_by]
 
-    def send_back(self, bags: Bags, gradient: Tensor) -> Tensor:
-        """The gradients of all ranks' bags, as the owner's pooled output lies. `gradient`: of this rank's pooled output."""
+    def send_back(self, bags: Bags, gradient: Tensor, factors: dict[str, Tensor | float]) -> Tensor:
+        """The gradients of all ranks' bags, as the owner's pooled output lies. `gradient`: of this rank's pooled output;
+        `factors`: by feature, what it is multiplied by, one number or [samples, 1]."""
         size = gradient.shape[0]
-        blocks = []
+        blocks, made = [], {}
         for held in self.held_by:
             for j in held:
                 part = self.parts[j]
-                blocks.append(gradient[:, part.column : part.column + part.width].reshape(-1))
+                if j not in made:
+                    own = gradient[:, part.column : part.column + part.width]
+                    made[j] = (own * factors[part.feature]).view(-1)
+                blocks.append(made[j])
         came = self._exchange(blocks, self._asked(size), self._owned(bags), self.backward_codec)
         out = self.mesh.empty((bags.request.size, self.columns), gradient)
         rows = torch.split(out, bags.sizes.tolist())

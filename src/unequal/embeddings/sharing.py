@@ -1,0 +1,67 @@
+"""uq.shard: from a whole module to one that is spread, with the rows it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..exchange.mesh import Mesh
+from ..plan.placement import Placement, Shard, part_of, place
+from ..storage import Storage
+from .module import Embeddings, exact_device
+from .sharded import ShardedEmbeddings
+
+
+def shard(
+    embeddings: Embeddings, plan: Placement | None = None, mesh: Any = None, *,
+    device: torch.device | str | None = None, timing: bool = False,
+) -> ShardedEmbeddings:  # fmt: skip
+    """The module's tables spread over the ranks of the job, with the same interface. All ranks call it.
+
+    `plan`: where everything goes; by default every table is dealt out by rows over all ranks. `mesh`: a torch DeviceMesh with
+    the dimensions (node, rank), or nothing for the whole job. A module on 'meta' holds nothing and is filled with fresh rows;
+    of any other the values are taken over. `device`: where the shards are to be, by default where the module is, or the CPU.
+    """
+    ranks = Mesh.of(mesh)
+    if plan is None:
+        placed = {n: place("row_wise", t, ranks.world, ranks.ranks_per_node) for n, t in embeddings.tables.items()}
+        plan = Placement(ranks.world, ranks.ranks_per_node, placed)
+    if device is None:
+        device = "cpu" if embeddings.device.type == "meta" else embeddings.device
+    sharded = ShardedEmbeddings(embeddings, plan, ranks, exact_device(device), timing)
+    if embeddings.device.type != "meta":
+        _take_over(embeddings, sharded)
+    sharded.train(embeddings.training)
+    return sharded
+
+
+def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
+    """Gives the shards the rows of a whole module."""
+    whole: Mapping[str, Storage] = {shard.table: storage for shard, storage in embeddings.shard_storages()}
+    for shard, storage in sharded.shard_storages():
+        storage.load(cut(whole[shard.table].state(), shard, embeddings.tables[shard.table].rows is None))
+    sharded.step = embeddings.step
+
+
+def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:
+    """Of a whole table's state, as `Storage.state` gives it, what belongs to a shard."""
+
+    def columns(tensor: Tensor) -> Tensor:
+        return tensor[:, shard.first : shard.last] if tensor.dim() == 2 else tensor
+
+    if not hashed:
+        return {name: columns(tensor[shard.part :: shard.parts]) for name, tensor in state.items()}
+    ids, slots = state["ids"], state["slots"]
+    mine = part_of(ids, shard.parts, True) == shard.part
+    ids, slots = ids[mine], slots[mine]
+    live = slots >= 0
+    # A row that rare ids share is no id's own: every shard has it, at the front.
+    shared = int(state["weight"].shape[0] > int((state["slots"] >= 0).sum()))
+    rows = torch.cat([torch.zeros(shared, dtype=slots.dtype, device=slots.device), slots[live]])
+    moved = {name: columns(tensor[rows]) for name, tensor in state.items() if name not in ("ids", "slots")}
+    numbers = slots.clone()
+    numbers[live] = torch.arange(shared, shared + int(live.sum()), device=slots.device)
+    return {**moved, "ids": ids, "slots": numbers}
