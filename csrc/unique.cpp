@@ -14,6 +14,30 @@ constexpr int64_t kBucketIds = 4096;
 
 inline uint64_t scatter(int64_t id) { return mix64(uint64_t(id) * kGolden + kGolden); }
 
+constexpr int64_t kTogether = int64_t(1) << 20;
+
+// For one thread: a single pass, in which a hash table of ranks tells whether an id was met before.
+int64_t unique_in_one_pass(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse, int64_t* counts) {
+  int bits = 6;
+  while ((int64_t(1) << bits) < 2 * count) ++bits;
+  const size_t mask = (size_t(1) << bits) - 1;
+  std::vector<int32_t> table(mask + 1, -1);
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = ids[i];
+    size_t at = size_t(scatter(id) >> (64 - bits));
+    while (table[at] >= 0 && distinct[table[at]] != id) at = (at + 1) & mask;
+    if (table[at] < 0) {
+      distinct[found] = id;
+      counts[found] = 0;
+      table[at] = int32_t(found++);
+    }
+    inverse[i] = table[at];
+    ++counts[table[at]];
+  }
+  return found;
+}
+
 }  // namespace
 }  // namespace unequal
 
@@ -21,6 +45,7 @@ inline uint64_t scatter(int64_t id) { return mix64(uint64_t(id) * kGolden + kGol
 UNEQUAL_API int64_t uq_unique(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse, int64_t* counts,
                               int threads) try {
   using namespace unequal;
+  if (threads == 1 && count <= kTogether) return unique_in_one_pass(ids, count, distinct, inverse, counts);
   int bits = 0;
   while (bits < 12 && (kBucketIds << bits) < count) ++bits;
   const int64_t buckets = int64_t(1) << bits, chunks = (count + kChunk - 1) / kChunk;
@@ -95,4 +120,18 @@ UNEQUAL_API int64_t uq_unique(const int64_t* ids, int64_t count, int64_t* distin
   return found;
 } catch (const std::bad_alloc&) {
   return -1;
+}
+
+// Sorts by part, keeping the order within a part: order[k] is the position of the k-th; sizes: [parts] how many each part has.
+// part_of(id) is id mod parts, of its mixed bits where `hashed`.
+UNEQUAL_API void uq_deal(const int64_t* ids, int64_t count, int64_t parts, int hashed, int64_t* order, int64_t* sizes) {
+  using namespace unequal;
+  const auto part_of = [&](int64_t id) {
+    return hashed ? int64_t((mix64(uint64_t(id)) & ~(uint64_t(1) << 63)) % uint64_t(parts)) : id % parts;
+  };
+  std::fill(sizes, sizes + parts, 0);
+  for (int64_t i = 0; i < count; ++i) ++sizes[part_of(ids[i])];
+  std::vector<int64_t> next(size_t(parts), 0);
+  for (int64_t p = 1; p < parts; ++p) next[size_t(p)] = next[size_t(p) - 1] + sizes[p - 1];
+  for (int64_t i = 0; i < count; ++i) order[next[size_t(part_of(ids[i]))]++] = i;
 }

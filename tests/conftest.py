@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 from .click_log import write_click_log
+from .poison import poison_memory
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
@@ -30,23 +31,7 @@ def shared_data():
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fresh uninitialised memory holds NaN (or a large number), so that a value that was never written shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(tensor):
-        if tensor.device.type == "cpu":
-            if tensor.is_floating_point():
-                tensor.detach().fill_(float("nan"))
-            elif tensor.dtype in (torch.int32, torch.int64):
-                tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-
-    from unequal.storage.memory import OutputPool
-
-    take = OutputPool.take
-    monkeypatch.setattr(OutputPool, "take", lambda self, *a: take(self, *a).fill_(float("nan")))
+    poison_memory(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -240,3 +240,17 @@ def test_gradients_of_any_layout(backend):
     ones = run(backend, request, (torch.ones(2, 8), []))
     assert torch.equal(transposed[0].weights[0], plain[0].weights[0])
     assert torch.equal(spread[0].weights[0], ones[0].weights[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_with_columns_of_others(backend):
+    """A request may have some of the features that share a pooled output."""
+    tables = [make_rows(6, 8, optimizer=RowWiseAdagrad(lr=0.1)), make_rows(6, 4, optimizer=RowWiseAdagrad(lr=0.1))]
+    request = make_request(tables, [(0, "sum", [[1], [2, 2]]), (1, "mean", [[3, 4], [5]])])
+    gradient = torch.randn(2, 22, generator=torch.Generator().manual_seed(0))
+    places = [2, 16]
+    specs = [dataclasses.replace(spec, place=place) for spec, place in zip(request.features, places)]
+    spread = dataclasses.replace(request, features=type(request.features)(specs))
+    alone = torch.cat([gradient[:, 2:10], gradient[:, 16:20]], 1)
+    for one, other in zip(run(backend, spread, (gradient, [])), run(backend, request, (alone, []))):
+        assert torch.equal(one.weights[0], other.weights[0])

@@ -60,7 +60,7 @@ def test_round_trip_is_exact(tmp_path):
     state, other = model_state(), other_state()
     path = checkpoint.save(tmp_path / "run" / "checkpoints", 1234, state, other)
     assert path == tmp_path / "run" / "checkpoints" / "step-00001234"
-    assert names(path) == ["state.json", "tensors.safetensors"] and names(path.parent) == [path.name]
+    assert names(path) == ["state.json", "tensors-00000.safetensors"] and names(path.parent) == [path.name]
     got = checkpoint.load(path)
     assert got.step == 1234 and got.path == path
     assert equal(got.model_state, state) and equal(got.other, other)
@@ -297,12 +297,12 @@ def damage(path, how):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["tensors-00000.safetensors", "state.json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone"])
 def test_damage_is_noticed_and_the_way_back_is_named(tmp_path, file, how):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, model_state(), {"n": step, "text": "some words to damage"})
-    damage(tmp_path / "step-00000002" / "tensors.safetensors", "flip")
+    damage(tmp_path / "step-00000002" / "tensors-00000.safetensors", "flip")
     target = tmp_path / "step-00000003" / file
     target.unlink() if how == "gone" else damage(target, how)
     assert checkpoint.latest(tmp_path) == target.parent
@@ -317,7 +317,7 @@ def test_damage_is_noticed_and_the_way_back_is_named(tmp_path, file, how):
 
 def test_damage_without_a_way_back(tmp_path):
     path = checkpoint.save(tmp_path, 3, model_state(), {})
-    damage(path / "tensors.safetensors", "flip")
+    damage(path / "tensors-00000.safetensors", "flip")
     with pytest.raises(CheckpointError, match="no whole checkpoint before it"):
         checkpoint.load(path)
 
@@ -325,8 +325,8 @@ def test_damage_without_a_way_back(tmp_path):
 def test_a_newer_format_is_refused(tmp_path):
     path = checkpoint.save(tmp_path, 3, {}, {})
     index = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(index | {"format": 2}))
-    with pytest.raises(CheckpointError, match="expected checkpoint format 1, got 2"):
+    (path / "state.json").write_text(json.dumps(index | {"format": 3}))
+    with pytest.raises(CheckpointError, match="expected checkpoint format 1 or 2, got 3"):
         checkpoint.load(path)
 
 

@@ -38,10 +38,10 @@ def same(a, b):
 
 def test_round_trip_is_exact(tmp_path):
     tensors, path = example(), tmp_path / "t.safetensors"
-    checksum = tensorfile.write(path, tensors, {"who": "test"})
-    assert checksum == tensorfile.checksum_text(zlib.crc32(path.read_bytes()))
-    assert path.stat().st_size == tensorfile.size_of(tensors, {"who": "test"})
-    got = tensorfile.read(path, checksum=checksum)
+    checksums = tensorfile.write(path, tensors, {"who": "test"})
+    assert checksums.values == (zlib.crc32(path.read_bytes()),)
+    assert path.stat().st_size == checksums.bytes == tensorfile.size_of(tensors, {"who": "test"})
+    got = tensorfile.read(path, checksums=checksums)
     assert list(got) == list(tensors)
     assert all(same(got[name], tensors[name]) for name in tensors)
     assert tensorfile.header(path).metadata == {"who": "test"}
@@ -64,15 +64,15 @@ def test_we_read_what_safetensors_writes(tmp_path):
 
 def test_a_file_without_tensors(tmp_path):
     path = tmp_path / "t.safetensors"
-    checksum = tensorfile.write(path, {})
-    assert tensorfile.read(path, checksum=checksum) == {} and load_file(path) == {}
+    checksums = tensorfile.write(path, {})
+    assert tensorfile.read(path, checksums=checksums) == {} and load_file(path) == {}
 
 
 def test_some_tensors_alone(tmp_path):
     tensors, path = example(), tmp_path / "t.safetensors"
-    checksum = tensorfile.write(path, tensors)
-    for given_checksum in (None, checksum):
-        got = tensorfile.read(path, ["turned", "scalar"], checksum=given_checksum)
+    checksums = tensorfile.write(path, tensors)
+    for given_checksums in (None, checksums):
+        got = tensorfile.read(path, ["turned", "scalar"], checksums=given_checksums)
         assert set(got) == {"turned", "scalar"} and same(got["turned"], tensors["turned"])
     with pytest.raises(CheckpointError, match=r"t\.safetensors: holds no tensor 'other'"):
         tensorfile.read(path, ["other"])
@@ -88,20 +88,94 @@ def test_everything_is_aligned(tmp_path):
 
 def test_large_tensors_go_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "PIECE", 64)
+    monkeypatch.setattr(tensorfile, "BLOCK", 50)
     monkeypatch.setattr(tensorfile, "LARGEST_COPY", 256)
     tensors = {"plain": torch.randn(33, 7), "turned": torch.randn(7, 33).t(), "wide": torch.randn(300, 2).t()}
     path = tmp_path / "t.safetensors"
-    checksum = tensorfile.write(path, tensors)
-    got = tensorfile.read(path, checksum=checksum)
+    checksums = tensorfile.write(path, tensors)
+    content = path.read_bytes()
+    assert checksums.values == tuple(zlib.crc32(content[first : first + 50]) for first in range(0, len(content), 50))
+    assert tensorfile.Checksums.from_json(json.loads(json.dumps(checksums.to_json()))) == checksums
+    got = tensorfile.read(path, checksums=checksums)
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
+
+
+def test_parts_are_written_as_one_tensor(tmp_path):
+    parts = [torch.randn(count, 3) for count in (5, 0, 2)]
+    asked = []
+
+    def give():
+        for number, part in enumerate(parts):
+            asked.append(number)
+            yield part
+
+    tensors = {"joined": tensorfile.Streamed(torch.float32, (7, 3), give), "ids": torch.arange(4)}
+    path = tmp_path / "t.safetensors"
+    size = tensorfile.size_of(tensors)
+    assert not asked, "sizes are known before anything is made"
+    assert tensorfile.write(path, tensors).bytes == size
+    assert same(load_file(path)["joined"], torch.cat(parts)) and asked == [0, 1, 2]
+    wrong = tensorfile.Streamed(torch.float32, (8, 3), lambda: parts)
+    with pytest.raises(CheckpointError, match="tensor 'joined': expected 96 bytes, got 84"):
+        tensorfile.write(path, {"joined": wrong})
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), block=st.sampled_from([16, 64, 1000]), verified=st.booleans())
+def test_rows_are_read_alone(tmp_path_factory, data, block, verified):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorfile, "BLOCK", block)
+        patch.setattr(tensorfile, "LARGEST_COPY", 100)
+        tensors = {"a": torch.randn(40, 3), "flat": torch.arange(90), "half": torch.randn(50, 2).half()}
+        path = tmp_path_factory.mktemp("rows") / "t.safetensors"
+        checksums = tensorfile.write(path, tensors)
+        with tensorfile.TensorFile(path, checksums if verified else None) as file:
+            for name, tensor in tensors.items():
+                first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(tensor))] * 2)))
+                assert same(file.read(name, first, last), tensor[first:last])
+                chosen = torch.tensor(sorted(data.draw(st.sets(st.integers(0, len(tensor) - 1)))), dtype=torch.int64)
+                assert same(file.gather(name, chosen), tensor[chosen])
+
+
+def test_damage_is_noticed_where_it_is_read_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "BLOCK", 256)
+    tensors, path = {"a": torch.randn(1000, 4)}, tmp_path / "t.safetensors"
+    checksums = tensorfile.write(path, tensors)
+    content = bytearray(path.read_bytes())
+    content[8000] ^= 1
+    path.write_bytes(content)
+    with tensorfile.TensorFile(path, checksums) as file:
+        data = file.header.data
+        damaged = (8000 - data) // 16
+        assert torch.equal(file.read("a", 0, 100), tensors["a"][:100])
+        assert torch.equal(file.gather("a", torch.tensor([3, 700, 999])), tensors["a"][[3, 700, 999]])
+        for read in (lambda: file.read("a", damaged, damaged + 1), lambda: file.read("a"), file.verify):
+            with pytest.raises(CheckpointError, match=r"t\.safetensors: the file has .* in bytes 7936 to 8192"):
+                read()
+
+
+def test_one_checksum_for_a_whole_file_still_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "PIECE", 256)
+    tensors, path = {"a": torch.randn(1000, 4)}, tmp_path / "t.safetensors"
+    tensorfile.write(path, tensors)
+    content = bytearray(path.read_bytes())
+    entry = {"bytes": len(content), "checksum": f"crc32:{zlib.crc32(content):08x}"}
+    checksums = tensorfile.Checksums.from_json(entry)
+    with tensorfile.TensorFile(path, checksums) as file:
+        assert torch.equal(file.read("a", 5, 9), tensors["a"][5:9])
+        file.verify()
+    content[8000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: the file has the checksum"):
+        tensorfile.read(path, ["a"], checksums=checksums)
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:13]))
     path = tmp_path / "t.safetensors"
-    checksum = tensorfile.write(path, {"a": torch.arange(100)})
-    assert torch.equal(tensorfile.read(path, checksum=checksum)["a"], torch.arange(100))
+    checksums = tensorfile.write(path, {"a": torch.arange(100)})
+    assert torch.equal(tensorfile.read(path, checksums=checksums)["a"], torch.arange(100))
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,12 +193,12 @@ def test_every_truncation_is_noticed(tmp_path_factory, share):
 @given(place=st.floats(0, 0.999), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(tmp_path_factory, place, bit):
     path = tmp_path_factory.mktemp("flip") / "t.safetensors"
-    checksum = tensorfile.write(path, {"a": torch.randn(20), "b": torch.tensor(3)}, {"x": "y"})
+    checksums = tensorfile.write(path, {"a": torch.randn(20), "b": torch.tensor(3)}, {"x": "y"})
     content = bytearray(path.read_bytes())
     content[int(len(content) * place)] ^= 1 << bit
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"t\.safetensors"):
-        tensorfile.read(path, checksum=checksum)
+        tensorfile.read(path, checksums=checksums)
 
 
 @pytest.mark.parametrize(

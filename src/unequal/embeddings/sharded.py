@@ -332,7 +332,10 @@ class ShardedEmbeddings(Embeddings):
     ) -> Request:
         """The lookups of this rank's samples over the rows that came. Replicas are read in their tables, by slot, and updated by
         the place of the distinct id."""
-        batch, places = step.batch, self._places(step)
+        batch, places, known = step.batch, self._places(step), step.local
+        if updating and known is not None and not self._replicas:
+            index, bounds = known.index, known.bounds
+            return Request(tables, specs, step.size, index, known.ids, known.ids, known.offsets, known.weights, bounds)
         numbers = []
         for name, p in zip(entries.features, entries.pieces):
             if self._wire[p].replicated and not updating:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import Backend
 from ..plan.placement import Codec, Piece, part_of
 from .codecs import DTYPES, decode, encode, wire_size
 from .mesh import Ints, Link
@@ -52,11 +53,16 @@ class Asked:
 class Hop:
     """Ids of pieces, dealt out over the ranks of a link."""
 
-    def __init__(self, link: Link, pieces: Sequence[WirePiece], target: Callable[[int], int], counted: bool) -> None:
+    def __init__(
+        self, kernels: Backend, device: torch.device, link: Link, pieces: Sequence[WirePiece],
+        target: Callable[[int], int], counted: bool,
+    ) -> None:  # fmt: skip
         """`target`: which place of the link answers for what a rank holds, or -1 for none. `counted`: tell how often ids were
         read."""
-        self.link, self.pieces, self.counted = link, list(pieces), counted
+        self.kernels, self.device, self.link, self.pieces, self.counted = kernels, device, link, list(pieces), counted
         self._targets = [torch.tensor([target(rank) for rank in piece.piece.ranks]) for piece in pieces]
+        # Where parts lie on the link's ranks in order, sorting by part is sorting by rank.
+        self._in_order = [bool((targets >= 0).all() and (targets.diff() > 0).all()) for targets in self._targets]
         self.holds = np.zeros((link.size, len(pieces)), bool)
         for p, targets in enumerate(self._targets):
             self.holds[targets[targets >= 0].numpy(), p] = True
@@ -64,7 +70,6 @@ class Hop:
         self.order = sorted(range(len(pieces)), key=lambda p: (pieces[p].replicated, pieces[p].width, p))
         self.widths = np.array([piece.width for piece in pieces], np.int64)
         self.replicated = np.array([piece.replicated for piece in pieces], bool)
-        self.device = torch.device("cpu")
 
     def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
         """(rank, piece, count) in the order of a message with these counts [ranks, pieces]; `rows`: only what travels as rows."""
@@ -93,9 +98,11 @@ class Hop:
                 sent[:, p] = ids.numel()
             elif len(targets) == 1 or size == 1:
                 sent[int(targets[0]), p] = ids.numel()
+            elif self._in_order[p]:
+                orders[p], sizes = self.kernels.deal(ids, len(targets), piece.hashed)
+                sent[targets.numpy(), p] = sizes.cpu().numpy()
             else:
-                part = part_of(ids, len(targets), piece.hashed)
-                place = targets.to(ids.device)[part]
+                place = targets.to(ids.device)[part_of(ids, len(targets), piece.hashed)]
                 orders[p] = torch.argsort(place, stable=True)
                 sent[:, p] = torch.bincount(place, minlength=size).cpu().numpy()
             order = orders[p]

@@ -123,7 +123,8 @@ class Mesh:
         if self.world == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(part.numpy().tobytes()) for part in self.gather_tensors(text)]
+        parts = self.gather_tensors(text if self.gloo else text.cuda())
+        return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
     def gather_tensors(self, part: Tensor) -> list[Tensor]:
         """Every rank's tensor, equal but for the length of the first dimension, on every rank."""

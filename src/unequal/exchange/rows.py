@@ -156,13 +156,11 @@ class RowExchange:
         size = mesh.ranks_per_node
         if two_hops:
             lane = {rank: place for place, rank in enumerate(mesh.lane.ranks)}
-            near = Hop(mesh.in_node, pieces, lambda rank: rank % size, counted)
-            far = Hop(mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted)
+            near = Hop(kernels, device, mesh.in_node, pieces, lambda rank: rank % size, counted)
+            far = Hop(kernels, device, mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted)
             self.hops = [near, far]
         else:
-            self.hops = [Hop(mesh.everyone, pieces, lambda rank: rank, counted)]
-        for hop in self.hops:
-            hop.device = device
+            self.hops = [Hop(kernels, device, mesh.everyone, pieces, lambda rank: rank, counted)]
         last = self.hops[-1]
         held = [p for p in last.order if last.holds[last.link.place, p]]
         self.blocks = Blocks(kernels, last, [held.index(p) if p in held else -1 for p in range(len(pieces))])

@@ -6,6 +6,7 @@ initialize(rows, ids, first, count, std)   fresh rows
 round_rows(values, slots, dtype, key)      stochastic rounding
 unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
+deal(ids, parts, hashed)                   ids sorted by the part they belong to, and how many each part has
 HashDirectory(...)                         id → slot for unbounded ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
@@ -34,6 +35,7 @@ class Backend:
     round_rows: Callable[..., torch.Tensor]
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     HashDirectory: Callable[..., Any]
+    deal: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
 
     @property

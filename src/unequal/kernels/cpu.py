@@ -215,6 +215,19 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return distinct[:found], inverse, counts[:found]
 
 
+def deal(ids: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor]:
+    ids, order, sizes = ids.contiguous(), torch.empty_like(ids), torch.empty(parts, dtype=torch.int64)
+    _library().uq_deal(
+        _pointer(ids),
+        ctypes.c_int64(ids.numel()),
+        ctypes.c_int64(parts),
+        int(hashed),
+        _pointer(order),
+        _pointer(sizes),
+    )
+    return order, sizes
+
+
 class HashDirectory:
     """Id → slot by open addressing; 12 bytes an entry, at most 3/4 full."""
 
@@ -281,6 +294,10 @@ class HashDirectory:
         )
         self._used, self.next_slot = used.value, self.next_slot + count
         return slots, admitted[:count]
+
+    @property
+    def known(self) -> int:
+        return self._used
 
     def entries(self) -> tuple[Tensor, Tensor]:
         ids = torch.empty(self._used, dtype=torch.int64)

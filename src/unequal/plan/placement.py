@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
-
 from ..errors import RecipeError
+from ..kernels.reference.deal import part_of as part_of
 from ..tables import Table
 
 Kind = Literal[
@@ -123,22 +121,6 @@ class Placement:
         """Of one rank, or of all, in the order of tables, columns and parts."""
         every = [shard for name, table in self.tables.items() for shard in table.shards(name)]
         return every if rank is None else [shard for shard in every if shard.rank == rank]
-
-
-def part_of(ids: Tensor, parts: int, hashed: bool) -> Tensor:
-    """Which of the parts each id belongs to. Dense ids are dealt out in turn, so that popular neighbours are spread."""
-    if parts == 1:
-        return torch.zeros_like(ids)
-    if hashed:
-        ids = mix(ids) & (2**63 - 1)
-    return ids % parts
-
-
-def mix(ids: Tensor) -> Tensor:
-    """A bijection of 64-bit words that spreads any ids evenly; csrc/common.h has the same."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        ids = (ids ^ ((ids >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ids ^ ((ids >> 31) & ((1 << 33) - 1))
 
 
 def even(dim: int, pieces: int) -> list[tuple[int, int]]:

@@ -215,11 +215,14 @@ class HashedStorage(Storage):
                 f"table '{self.table.name}' has unbounded ids, but the saved one has none; "
                 "load it with the recipe it was saved with"
             )
-        rows = state["weight"].shape[0]
+        self.restore(state["ids"], state["slots"], state["weight"].shape[0])
+        self._fill(state)
+
+    def restore(self, ids: Tensor, slots: Tensor, rows: int) -> None:
+        """Takes the place of everything held: these entries, and room for so many rows, which are still to be filled."""
         self._start()
         self._grow(rows)
-        self.directory.restore(state["ids"].to(self.device), state["slots"].to(self.device), rows)
-        self._fill(state)
+        self.directory.restore(ids.to(self.device), slots.to(self.device), rows)
 
 
 def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> Storage:

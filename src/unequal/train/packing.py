@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 
@@ -77,6 +77,40 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"'{path}': a checkpoint holds numbers, text, tensors, lists and dictionaries, got {type(value).__name__}"
     )
+
+
+def dense_state(model: nn.Module, embeddings: nn.Module) -> dict[str, Tensor]:
+    """The model's state without that of its embeddings, which `state_dict` would copy first."""
+    state: dict[str, Tensor] = {}
+    left_out = tuple(embeddings.modules())
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if not any(module is other for other in left_out):
+            kept = {name: t for name, t in module._buffers.items() if name not in module._non_persistent_buffers_set}
+            own = (module._parameters | kept).items()
+            state |= {f"{prefix}.{name}" if prefix else name: t.detach() for name, t in own if t is not None}
+    return state
+
+
+def load_dense_state(model: nn.Module, embeddings: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Gives the model what `dense_state` took; its embeddings are left as they are."""
+    expected = dense_state(model, embeddings)
+    wrong = [
+        f"'{name}' ({_shape(state.get(name))} saved, {_shape(expected.get(name))} expected)"
+        for name in dict.fromkeys([*expected, *state])
+        if _shape(state.get(name)) != _shape(expected.get(name))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint holds another model than the recipe describes: {', '.join(wrong)}; "
+            "load it with the recipe it was saved with"
+        )
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(state[name])
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{list(tensor.shape)}"
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

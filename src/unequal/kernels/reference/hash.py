@@ -31,6 +31,11 @@ class HashDirectory:
                 admitted.append(id_)
         return self.find(ids, rare), torch.tensor(admitted, dtype=torch.int64)
 
+    @property
+    def known(self) -> int:
+        """How many ids `entries` gives."""
+        return len(self._slots) + len(self._seen)
+
     def entries(self) -> tuple[Tensor, Tensor]:
         """All ids and their slots; an id seen n times without a slot has -1 - n. Live ids by slot, the others by id."""
         waiting = sorted(self._seen)

@@ -329,6 +329,12 @@ class HashDirectory:
         self.refresh()
         return slots, admitted[: int(number)]
 
+    @property
+    def known(self) -> int:
+        """How many ids `entries` gives. Waits for the device."""
+        self.refresh()
+        return self._used
+
     def entries(self) -> tuple[Tensor, Tensor]:
         """All ids and their slots; an id seen n times without a slot has -1 - n. Live ids by slot, the others by id."""
         ids, slots = self._keys[self._slots != -1], self._slots[self._slots != -1].long()

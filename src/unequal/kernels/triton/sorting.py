@@ -195,9 +195,10 @@ def row_places(first_keys, tables, keys, wanted, COUNT: tl.constexpr):
     return tl.where(known, ((tl.load(table, mask=wanted, other=0) + slab) << 48) + place, -1)
 
 
-def sort(request: Request, clock: Tensor, used: Tensor | None) -> Sorted:
-    """`used` (on the device, one per feature): which features have a gradient; all where it is not given. Advances the clock's
-    step, as this is where an update begins."""
+def sort(request: Request, clock: Tensor, used: Tensor | None, columns: int, unit: int) -> Sorted:
+    """`used` (on the device, one per feature): which features have a gradient; all where it is not given. `columns`: of the
+    pooled gradient, which may have more than this request's features. Advances the clock's step, as this is where an update
+    begins."""
     layout = layout_of(request)
     count, device = request.ids.numel(), layout.device
     if count >= 2**31:
@@ -207,18 +208,18 @@ def sort(request: Request, clock: Tensor, used: Tensor | None) -> Sorted:
     weighted, averaged = request.weights is not None, request.weights is not None or layout.has_factors
     slots = request.ids if request.slots is None else request.slots
     keys = torch.empty(count, dtype=layout.key_dtype, device=device)
-    small = not layout.has_sequences and request.size * layout.columns < 2**31
+    small = not layout.has_sequences and request.size * columns < 2**31
     sources = torch.empty(count, dtype=torch.int32 if small else torch.int64, device=device)
     factors = torch.empty(count, device=device) if averaged else None
     arguments = (
         layout.places, layout.features, layout.tables, slots, request.offsets, request.weights, used, keys, sources, factors,
-        request.size, power_of_two(request.size + 1) // 2, count, layout.columns, layout.nowhere,
+        request.size, power_of_two(request.size + 1) // 2, count, columns, layout.nowhere,
         layout.batch_features,
     )  # fmt: skip
     constants = (
-        len(layout.places), IDS, layout.unit, weighted, averaged, layout.has_sequences, used is not None,
+        len(layout.places), IDS, unit, weighted, averaged, layout.has_sequences, used is not None,
     )  # fmt: skip
-    key = (aligned(slots, request.offsets, request.weights), weighted, small, used is not None)
+    key = (aligned(slots, request.offsets, request.weights), weighted, small, used is not None, unit)
     launch(layout.compiled, key, number_rows, ceil_div(count, IDS), arguments, constants, warps=4)
     keys, order = torch.sort(keys, stable=True)
     return _cut(layout, clock, keys, order, sources, factors)

@@ -6,6 +6,7 @@ the row is updated once, so results do not depend on how programs are scheduled.
   join_pieces    adds the sums of the runs that were cut, in order, and updates their rows
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -260,15 +261,16 @@ def _apply(
     pooled, sequences = _readable(pooled, dtype), [_readable(part, dtype) for part in sequences]
     gradients = next(part for part in (pooled, *sequences) if part is not None and part.numel())
     parts = [sequences[spec.place] if spec.pooling is None else pooled for spec in request.features]
-    firsts = None
+    columns = layout.columns if pooled is None else pooled.shape[1]
+    unit, firsts = math.gcd(layout.unit, columns), None
     if layout.has_sequences:  # their gradients are tensors of their own
-        size = layout.unit * gradients.element_size()
+        size = unit * gradients.element_size()
         starts = tuple(0 if part is None else (part.data_ptr() - gradients.data_ptr()) // size for part in parts)
         firsts = layout.on_device(starts)
     used = None
     if any(part is None for part in parts):
         used = layout.on_device(tuple(int(part is not None) for part in parts))
-    work = sort(request, clock, used)
+    work = sort(request, clock, used, columns, unit)
     count, slabs, compiled = request.ids.numel(), layout.slabs.shape[1], layout.compiled
     room = (count // sorting.PIECE + 1) * 2 * layout.widest
     partial = torch.empty(room, dtype=torch.float32, device=layout.device)
@@ -276,11 +278,11 @@ def _apply(
     for group in layout.updates:
         mixed = len(layout.updates) > 1 or len(group.dims) > 1
         launch(
-            compiled, (group.number, dtype, work.sources.dtype, work.factors is not None), update_pieces,
+            compiled, (group.number, dtype, work.sources.dtype, work.factors is not None, unit), update_pieces,
             min(PROGRAMS, count),
             (work.pieces, work.places, work.counters, work.order, work.sources, work.factors, gradients, firsts, partial,
              *shared, group.number),
-            (layout.unit, sorting.PIECE, group.dims, layout.widest, TILE, group.dtype, group.optimizer,
+            (unit, sorting.PIECE, group.dims, layout.widest, TILE, group.dtype, group.optimizer,
              work.factors is not None, firsts is not None, mixed),
             warps=warps_for(max(group.dims)),
         )  # fmt: skip

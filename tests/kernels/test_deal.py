@@ -1,0 +1,29 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.cases import THREADED
+from unequal.kernels import reference
+
+
+@pytest.mark.parametrize("backend", THREADED)
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50),
+    parts=st.integers(1, 9),
+    hashed=st.booleans(),
+)
+def test_agrees_with_reference(backend, ids, parts, hashed):
+    numbers = torch.tensor(ids, dtype=torch.int64)
+    numbers = numbers if hashed else numbers.clamp(min=0)
+    order, sizes = backend.deal(numbers, parts, hashed)
+    expected_order, expected_sizes = reference.deal(numbers, parts, hashed)
+    assert torch.equal(order.cpu(), expected_order) and torch.equal(sizes.cpu(), expected_sizes)
+
+
+def test_every_part_gets_its_share():
+    ids = torch.arange(0, 7_000_000, 7000)
+    for hashed in (False, True):
+        _, sizes = reference.deal(ids, 4, hashed)
+        assert hashed is False or sizes.min() > 200
+        assert sizes.sum() == 1000
