@@ -67,7 +67,7 @@ def differences(rank, world, ranks_per_node, device="cuda"):
                 (loss_of(given) * world / size).backward()
                 for part, other, (name, feature) in zip(given, expected, described.items()):
                     cut = other[spans[name]] if feature.pooling is None else other[begin:end]
-                    worst = max(worst, float((part - cut).abs().max()) if part.numel() else 0.0)
+                    worst = max(worst, float((part - cut).detach().abs().max()) if part.numel() else 0.0)
             found[kind, sums, hashed, pooling, type(optimizer).__name__] = worst
     return found
 
