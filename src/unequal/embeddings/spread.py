@@ -1,0 +1,293 @@
+"""What a sharded module is made of: this rank's shards, the exchange that asks for all of them, and their state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..errors import CheckpointError, UserError
+from ..exchange.columns import ColumnSums, sums_of
+from ..exchange.hop import WirePiece
+from ..exchange.mesh import Ints, Mesh
+from ..exchange.rows import Journey, Owner, RowExchange
+from ..exchange.sums import Bagged, Bags, SumExchange
+from ..kernels.request import FeatureSpec, FeatureSpecs, Request
+from ..plan.placement import Placement, Shard
+from ..storage import Storage, make_shard
+from .device import out_of_memory
+from .module import Embeddings, exact_device
+
+WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+
+
+@dataclass(slots=True)
+class Step:
+    """One step's lookups on their way."""
+
+    batch: Batch
+    weights: Tensor | None
+    insert: bool
+    by_sums: bool
+    """whether the tables placed with `sums` are pooled by their owners; where ids have weights they are not"""
+    distinct: dict[str, Tensor] = field(default_factory=dict)
+    """per table read by rows: its distinct ids"""
+    inverses: dict[str, Tensor] = field(default_factory=dict)
+    """per feature of such a table: of each of its ids the place among the table's distinct ones"""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    journeys: list[Journey] = field(default_factory=list)
+    bags: Bags | None = None
+    local: Request | None = None
+
+    @property
+    def size(self) -> int:
+        return self.batch.size
+
+
+@dataclass(slots=True)
+class Entries:
+    """(feature, piece) pairs that are pooled or listed on this rank, as features of a request over the rows that came."""
+
+    features: list[str]
+    pieces: list[int]
+    forward: FeatureSpecs
+    backward: FeatureSpecs
+    sequences: list[tuple[int, int, int]]
+    """of the unpooled ones: number of the sequence output, first column, last column"""
+    single: bool
+    """every feature has one piece at most, so that positions in the batch serve as they are"""
+
+
+@dataclass(slots=True)
+class Part:
+    """Pieces that are exchanged together, and this rank's shards of them."""
+
+    numbers: list[int]
+    """which of the module's pieces"""
+    exchange: RowExchange
+    owner: Owner
+    fused: tuple[FeatureSpecs, Ints]
+    """the blocks whose rows are updated where their gradients arrive"""
+    summed: list[int]
+    """pieces held here whose rows are not: their gradients are gathered first"""
+
+
+class SpreadTables(Embeddings):
+    """Every rank's shards of the tables, and how they are asked for. What a step does with them: sharded.py."""
+
+    def __init__(
+        self, source: Embeddings, placement: Placement, mesh: Mesh, device: torch.device, timing: bool = False
+    ) -> None:
+        placement.check(source.tables)
+        if (placement.world, placement.ranks_per_node) != (mesh.world, mesh.ranks_per_node):
+            raise UserError(
+                f"the plan is for {placement.world} ranks, {placement.ranks_per_node} on a node; the job has {mesh.world}, "
+                f"{mesh.ranks_per_node} on a node; plan it for this job"
+            )
+        self.placement, self.mesh = placement, mesh
+        self.timing: dict[str, float] | None = {} if timing else None
+        """seconds spent per kind of work, where asked for"""
+        super().__init__(
+            source.features, optimizer=source.optimizer, schedule=source.schedule, seed=source.seed, device=device,
+            output_dtype=source.output_dtype,
+        )  # fmt: skip
+        self._side = None
+        self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        self._wire, self._pieces_of = self._lay_out_pieces()
+        self._build_exchange()
+        self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
+        self._repeated_bytes = 0.0
+
+    def _make_storages(self) -> dict[str, Storage]:
+        optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        storages: dict[str, Storage] = {}
+        self._shards: dict[str, Shard] = {}
+        for shard in self.placement.shards(self.mesh.rank):
+            name = self._name_of(shard.table, shard)
+            table = self.tables[shard.table]
+            try:
+                storages[name] = make_shard(
+                    table, shard.first, shard.last, shard.part, shard.parts, optimizers[shard.table], self.seed,
+                    self._kernels, self.device,
+                )  # fmt: skip
+            except torch.OutOfMemoryError:
+                sizes = {shard.table: (table, 0)}
+                raise out_of_memory(self.device, sizes, "while the tables' shards were made") from None
+            self._shards[name] = shard
+        return storages
+
+    def _lay_out_pieces(self) -> tuple[list[WirePiece], dict[str, list[int]]]:
+        wire: list[WirePiece] = []
+        pieces_of: dict[str, list[int]] = {}
+        for name, table in self.tables.items():
+            placed = self.placement.tables[name]
+            for piece in placed.pieces:
+                pieces_of.setdefault(name, []).append(len(wire))
+                wire.append(WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel"))
+        return wire, pieces_of
+
+    def _storage_of(self, p: int) -> Storage:
+        piece = self._wire[p]
+        return self._storages[self._name_of(piece.table, piece.piece)]
+
+    def _build_exchange(self) -> None:
+        placement, mesh = self.placement, self.mesh
+        counted = any(table.admit_after > 1 for table in self.tables.values())
+        codecs: dict[str, Any] = {"forward_codec": placement.forward_codec, "backward_codec": placement.backward_codec}
+        spread = [p for p, piece in enumerate(self._wire) if not piece.replicated]
+        copied = [p for p, piece in enumerate(self._wire) if piece.replicated]
+        two_hops = placement.unique_per_node and mesh.nodes > 1 and bool(spread)
+        # Replicas are asked for nothing, and gradients go to all: that is one hop whatever the mesh.
+        groups = [(spread, True), (copied, False)] if two_hops and copied else [(spread + copied, two_hops)]
+        self._exchanges = []
+        for numbers, hops in groups:
+            pieces = [self._wire[p] for p in numbers]
+            exchange = RowExchange(mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, **codecs)
+            storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
+            owner = Owner(exchange.blocks, storages)
+            summed = [k for k in exchange.blocks.held if self._gathers(exchange.pieces[k].table)]
+            fused = exchange.blocks.select([k for k in exchange.blocks.held if k not in summed])
+            self._exchanges.append(Part(numbers, exchange, owner, fused, summed))
+        bagged = [
+            Bagged(name, self._wire[p], spec.place + self._wire[p].piece.first)
+            for name, spec in self._specs.items()
+            for p in self._pieces_of[self.features[name].table.name]
+            if self._sums(self.features[name].table.name)
+        ]
+        self._sum_exchange = SumExchange(mesh, bagged, self._kernels, self.device, **codecs) if bagged else None
+        self._column_sums = ColumnSums(mesh, placement, {name: table.dim for name, table in self.tables.items()})
+
+    def _sums(self, table: str) -> bool:
+        """Whether the table's owners pool: asked for, and possible."""
+        pooled = all(f.pooling is not None for f in self.features.values() if f.table.name == table)
+        return self.placement.tables[table].sums and pooled
+
+    def _needs_sums(self, table: str) -> bool:
+        """Whether its optimizer needs numbers of whole rows whose columns are spread."""
+        return len(self.placement.tables[table].pieces) > 1 and sums_of(self.optimizers[table]) > 0
+
+    def _shares_rare(self, table: str) -> bool:
+        """Whether rare ids share a row that several ranks have a copy of."""
+        spread = any(len(piece.ranks) > 1 for piece in self.placement.tables[table].pieces)
+        return self.tables[table].admit_after > 1 and spread and self.placement.tables[table].kind != "data_parallel"
+
+    def _gathers(self, table: str) -> bool:
+        """Whether an update needs something of other ranks beside the gradients."""
+        return self._needs_sums(table) or self._shares_rare(table)
+
+    def _lay_out_entries(self, by_sums: bool) -> Entries:
+        widths = sorted({piece.width for piece in self._wire})
+        replicas = [p for p, piece in enumerate(self._wire) if piece.replicated]
+        names, pieces, specs = [], [], []
+        sequences: list[tuple[int, int, int]] = []
+        for name, spec in self._specs.items():
+            table = self.features[name].table.name
+            if by_sums and self._sums(table):
+                continue
+            for p in self._pieces_of[table]:
+                piece = self._wire[p]
+                number = len(widths) + replicas.index(p) if piece.replicated else widths.index(piece.width)
+                names.append(name)
+                pieces.append(p)
+                if spec.pooling is None:
+                    at = len(sequences)
+                    sequences.append((spec.place, piece.piece.first, piece.piece.last))
+                else:
+                    at = spec.place + piece.piece.first
+                specs.append(FeatureSpec(name, number, spec.pooling, piece.width, at))
+        self._widths, self._replicas = widths, replicas
+        return Entries(
+            names, pieces, FeatureSpecs(specs), FeatureSpecs(specs), sequences, len(set(names)) == len(names)
+        )
+
+    @staticmethod
+    def _name_of(table: str, piece: Any) -> str:
+        return f"{table}[{piece.first}:{piece.last}]"
+
+    def _shard_of(self, p: int) -> Shard:
+        return self._shards[self._name_of(self._wire[p].table, self._wire[p].piece)]
+
+    def shard_storages(self) -> list[tuple[Shard, Storage]]:
+        return [(self._shards[name], storage) for name, storage in self._storages.items()]
+
+    def rows(self) -> dict[str, int]:
+        """Live rows of each table on this rank; a row of which it holds some columns counts."""
+        found = dict.fromkeys(self.tables, 0)
+        for shard, storage in self.shard_storages():
+            found[shard.table] = max(found[shard.table], storage.live)
+        return found
+
+    def exchanged(self) -> dict[str, float]:
+        """Bytes that this rank has sent to others so far, and what the exchange of its ids would have taken had they not been
+        made unique."""
+        traffic = self.mesh.traffic
+        return {"sent": float(traffic.inside + traffic.across), "repeated_ids": self._repeated_bytes}
+
+    def _count_repeated(self, step: Step) -> None:
+        wire = WIRE_BYTES[self.placement.forward_codec] + step.insert * WIRE_BYTES[self.placement.backward_codec]
+        for part, journey in zip(self._exchanges, step.journeys):
+            sent, place = journey.asked[0].sent, part.exchange.hops[0].link.place
+            for k, p in enumerate(part.numbers):
+                total = int(sent[:, k].sum())
+                if not total or self._wire[p].replicated:
+                    continue
+                ids = sum(step.inverses[f].numel() for f in self._features_of(self._wire[p].table))
+                elsewhere = 1 - int(sent[place, k]) / total
+                self._repeated_bytes += elsewhere * ids * (8 + wire * self._wire[p].width)
+
+    def _features_of(self, table: str) -> list[str]:
+        return [name for name, feature in self.features.items() if feature.table.name == table]
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        if self.timing is None:
+            yield
+            return
+        started, waited = time.perf_counter(), self.mesh.traffic.seconds
+        yield
+        spent = time.perf_counter() - started - (self.mesh.traffic.seconds - waited)
+        self.timing[what] = self.timing.get(what, 0.0) + spent
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SpreadTables:
+        torch.nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+        device = exact_device(fn(torch.zeros(0, device=self.device)).device)
+        if device != self.device:
+            raise UserError(f"shards stay where they were made, on {self.device}; shard the module on {device}")
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, storage in self._storages.items():
+            for part, tensor in storage.state().items():
+                destination[f"{prefix}{self._key(name)}.{part}"] = tensor
+        destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
+
+    def _key(self, name: str) -> str:
+        shard = self._shards[name]
+        return f"{shard.table}.{shard.first}-{shard.last}.{shard.part}of{shard.parts}"
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # arguments: local metadata, strict, missing keys, unexpected keys, error messages
+        strict, missing, unexpected, errors = arguments[-4:]
+        known = {f"{prefix}step"}
+        for name, storage in self._storages.items():
+            keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
+            known |= set(keys.values())
+            absent = [key for key in keys.values() if key not in state]
+            missing += absent
+            if not absent:
+                try:
+                    storage.load({part: state[key] for part, key in keys.items()})
+                except CheckpointError as error:
+                    errors.append(str(error))
+        if f"{prefix}step" in state:
+            self.step = int(state[f"{prefix}step"])
+        else:
+            missing.append(f"{prefix}step")
+        if strict:
+            unexpected += [key for key in state if key.startswith(prefix) and key not in known]
