@@ -122,16 +122,46 @@ UNEQUAL_API int64_t uq_unique(const int64_t* ids, int64_t count, int64_t* distin
   return -1;
 }
 
+namespace unequal {
+namespace {
+
+struct Dealer {
+  uint64_t parts;
+  bool hashed;
+  // Dense ids in turn, others by their mixed bits.
+  int64_t operator()(int64_t id) const {
+    return int64_t((hashed ? mix64(uint64_t(id)) & ~(uint64_t(1) << 63) : uint64_t(id)) % parts);
+  }
+};
+
+}  // namespace
+}  // namespace unequal
+
 // Sorts by part, keeping the order within a part: order[k] is the position of the k-th; sizes: [parts] how many each part has.
-// part_of(id) is id mod parts, of its mixed bits where `hashed`.
 UNEQUAL_API void uq_deal(const int64_t* ids, int64_t count, int64_t parts, int hashed, int64_t* order, int64_t* sizes) {
-  using namespace unequal;
-  const auto part_of = [&](int64_t id) {
-    return hashed ? int64_t((mix64(uint64_t(id)) & ~(uint64_t(1) << 63)) % uint64_t(parts)) : id % parts;
-  };
+  const unequal::Dealer part_of{uint64_t(parts), hashed != 0};
   std::fill(sizes, sizes + parts, 0);
   for (int64_t i = 0; i < count; ++i) ++sizes[part_of(ids[i])];
   std::vector<int64_t> next(size_t(parts), 0);
   for (int64_t p = 1; p < parts; ++p) next[size_t(p)] = next[size_t(p) - 1] + sizes[p - 1];
   for (int64_t i = 0; i < count; ++i) order[next[size_t(part_of(ids[i]))]++] = i;
+}
+
+// The same for bags: the ids themselves, part by part, and of each part the lengths of its share of every bag, [parts, bags].
+UNEQUAL_API void uq_deal_bags(const int64_t* ids, const int64_t* lengths, int64_t bags, int64_t parts, int hashed,
+                              int64_t* dealt, int64_t* dealt_lengths, int64_t* sizes) {
+  const unequal::Dealer part_of{uint64_t(parts), hashed != 0};
+  std::fill(dealt_lengths, dealt_lengths + parts * bags, 0);
+  const int64_t* id = ids;
+  for (int64_t b = 0; b < bags; ++b)
+    for (int64_t i = 0; i < lengths[b]; ++i) ++dealt_lengths[part_of(*id++) * bags + b];
+  std::vector<int64_t> next(size_t(parts), 0);
+  int64_t total = 0;
+  for (int64_t p = 0; p < parts; ++p) {
+    next[size_t(p)] = total;
+    sizes[p] = 0;
+    for (int64_t b = 0; b < bags; ++b) sizes[p] += dealt_lengths[p * bags + b];
+    total += sizes[p];
+  }
+  for (int64_t i = 0; i < total; ++i) dealt[next[size_t(part_of(ids[i]))]++] = ids[i];
 }

@@ -21,6 +21,21 @@ def test_agrees_with_reference(backend, ids, parts, hashed):
     assert torch.equal(order.cpu(), expected_order) and torch.equal(sizes.cpu(), expected_sizes)
 
 
+@pytest.mark.parametrize("backend", THREADED)
+@given(
+    lists=st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=6), max_size=9),
+    parts=st.integers(1, 5),
+    hashed=st.booleans(),
+)
+def test_bags_agree_with_reference(backend, lists, parts, hashed):
+    ids = torch.tensor([id_ for part in lists for id_ in part], dtype=torch.int64)
+    lengths = torch.tensor([len(part) for part in lists], dtype=torch.int64)
+    for given, expected in zip(
+        backend.deal_bags(ids, lengths, parts, hashed), reference.deal_bags(ids, lengths, parts, hashed)
+    ):
+        assert torch.equal(given, expected)
+
+
 def test_every_part_gets_its_share():
     ids = torch.arange(0, 7_000_000, 7000)
     for hashed in (False, True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import Backend
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
-from ..plan.placement import Codec, part_of
+from ..plan.placement import Codec
 from ..storage import Storage
 from .codecs import decode, encode, wire_size
 from .hop import WirePiece
@@ -53,7 +53,6 @@ class SumExchange:
     ) -> None:  # fmt: skip
         self.mesh, self.parts, self.kernels, self.device = mesh, list(parts), kernels, device
         self.forward_codec, self.backward_codec = forward_codec, backward_codec
-        self._ranks = [torch.tensor(part.piece.piece.ranks, device=device) for part in parts]
         self.held_by = [
             [j for j, part in enumerate(parts) if rank in part.piece.piece.ranks] for rank in range(mesh.world)
         ]
@@ -75,7 +74,7 @@ class SumExchange:
     ) -> Bags:
         """Brings every bag's ids to their owners. `ids` and `lengths` by feature."""
         world = self.mesh.world
-        pieces = [self._deal(j, ids[part.feature], lengths[part.feature], size) for j, part in enumerate(self.parts)]
+        pieces = [self._deal(j, ids[part.feature], lengths[part.feature]) for j, part in enumerate(self.parts)]
         counts = np.array([[size, *(piece[2][k] for piece in pieces)] for k in range(world)], np.int64)
         came = self.mesh.everyone.all_to_all_counts(counts)
         sizes, received = came[:, 0], came[:, 1:][:, self.held]
@@ -93,12 +92,13 @@ class SumExchange:
         all_ids = [torch.cat([blocks[k * many + many // 2 + h] for k in range(world)]) for h in range(len(self.held))]
         return Bags(self._request(all_ids, all_lengths, int(sizes.sum()), storages, insert), sizes)
 
-    def _deal(self, j: int, ids: Tensor, lengths: Tensor, size: int) -> tuple[list[Tensor], list[Tensor], Ints]:
+    def _deal(self, j: int, ids: Tensor, lengths: Tensor) -> tuple[list[Tensor], list[Tensor], Ints]:
         """Per rank: ids, lengths and the number of ids."""
-        world, piece, ranks = self.mesh.world, self.parts[j].piece, self._ranks[j]
+        world, piece = self.mesh.world, self.parts[j].piece
+        ranks = piece.piece.ranks
         none, no_lengths = ids[:0], torch.zeros_like(lengths)
         if len(ranks) == 1:
-            owner = piece.piece.ranks[0]
+            owner = ranks[0]
             counts = np.zeros(world, np.int64)
             counts[owner] = ids.numel()
             return (
@@ -106,12 +106,15 @@ class SumExchange:
                 [lengths if k == owner else no_lengths for k in range(world)],
                 counts,
             )
-        rank = ranks[part_of(ids, len(ranks), piece.hashed)]
-        sample = torch.repeat_interleave(torch.arange(size, device=ids.device), lengths, output_size=ids.numel())
-        dealt = torch.bincount(rank * size + sample, minlength=world * size).view(world, size)
-        counts = dealt.sum(1).cpu().numpy()
-        sorted_ids = ids[torch.argsort(rank, stable=True)]
-        return list(torch.split(sorted_ids, counts.tolist())), list(dealt.unbind(0)), counts
+        dealt, shares, sizes = self.kernels.deal_bags(ids, lengths, len(ranks), piece.hashed)
+        counts = np.zeros(world, np.int64)
+        counts[list(ranks)] = sizes.cpu().numpy()
+        by_rank = dict(zip(ranks, zip(torch.split(dealt, sizes.tolist()), shares.unbind(0))))
+        return (
+            [by_rank[k][0] if k in by_rank else none for k in range(world)],
+            [by_rank[k][1] if k in by_rank else no_lengths for k in range(world)],
+            counts,
+        )
 
     def _request(
         self, ids: list[Tensor], lengths: list[Tensor], size: int, storages: Sequence[Storage], insert: bool

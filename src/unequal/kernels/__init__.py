@@ -7,6 +7,7 @@ round_rows(values, slots, dtype, key)      stochastic rounding
 unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
 deal(ids, parts, hashed)                   ids sorted by the part they belong to, and how many each part has
+deal_bags(ids, lengths, parts, hashed)     the same for bags, with the lengths of each part's share of them
 HashDirectory(...)                         id → slot for unbounded ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
@@ -36,6 +37,7 @@ class Backend:
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     HashDirectory: Callable[..., Any]
     deal: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
 
     @property

@@ -228,6 +228,23 @@ def deal(ids: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor]:
     return order, sizes
 
 
+def deal_bags(ids: Tensor, lengths: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    ids, lengths = ids.contiguous(), lengths.to(torch.int64).contiguous()
+    dealt, sizes = torch.empty_like(ids), torch.empty(parts, dtype=torch.int64)
+    shares = torch.empty(parts, lengths.numel(), dtype=torch.int64)
+    _library().uq_deal_bags(
+        _pointer(ids),
+        _pointer(lengths),
+        ctypes.c_int64(lengths.numel()),
+        ctypes.c_int64(parts),
+        int(hashed),
+        _pointer(dealt),
+        _pointer(shares),
+        _pointer(sizes),
+    )
+    return dealt, shares, sizes
+
+
 class HashDirectory:
     """Id → slot by open addressing; 12 bytes an entry, at most 3/4 full."""
 

@@ -17,3 +17,11 @@ def deal(ids: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor]:
     """(order, sizes): ids[order] lie part by part, each in their old order; sizes[p] is how many part p has."""
     part = part_of(ids, parts, hashed)
     return torch.argsort(part, stable=True), torch.bincount(part, minlength=parts)
+
+
+def deal_bags(ids: Tensor, lengths: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, lengths, sizes): the ids part by part, [parts, bags] how many of each bag a part has, and how many in all."""
+    part, size = part_of(ids, parts, hashed), lengths.numel()
+    bag = torch.repeat_interleave(torch.arange(size, device=ids.device), lengths, output_size=ids.numel())
+    shares = torch.bincount(part * size + bag, minlength=parts * size).view(parts, size)
+    return ids[torch.argsort(part, stable=True)], shares, shares.sum(1)
