@@ -25,8 +25,8 @@ $(NATIVE): $(STAMP) CMakeLists.txt $(wildcard csrc/*)
 
 native: $(NATIVE)  ## build the CPU kernels
 
-train: $(NATIVE)   ## train the default recipe on generated data
-	$(BIN)/unequal train default
+train: $(NATIVE)   ## train the default recipe on generated data, on 2 ranks
+	$(BIN)/unequal train default --ranks 2
 
 test: $(NATIVE)    ## run all tests
 	$(BIN)/python -m pytest

@@ -18,7 +18,10 @@ from rich.table import Table
 
 from .report import BenchmarkError, merge, stamp
 
-NAMES = ("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training")
+NAMES = (
+    *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
+    *("distributed", "codecs"),
+)
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,9 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from unequal.cli import app
+from unequal.cli import app, commands
+from unequal.cli.show import explanation
 from unequal.train import trainer
-from unequal.train.run import RunLog
+from unequal.train.run import Report, RunLog
 
 KEYS = {
     "auc", "normalized_entropy", "log_loss", "calibration", "samples_per_second", "steps", "seed", "peak_memory_bytes",
@@ -211,6 +213,45 @@ def test_an_interrupt_says_how_to_go_on(clicks: Path, monkeypatch: pytest.Monkey
     result = call("train", clicks, "--set", "run.folder=run")
     assert result.exit_code == 130
     assert result.stderr == "interrupted at step 12; go on with --resume run\n"
+
+
+def test_ranks_are_started_with_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(commands, "launch", lambda arguments, ranks: started.append((arguments, ranks)) or 7)
+    options = ["--set", "run.epochs=2", "--set", "run.seed=1", "--resume", "old", "--json", "r.json", "--device", "cpu"]
+    assert call("train", "a.toml", *options, "--plan", "plan.json", "--ranks", 3).exit_code == 7
+    assert call("evaluate", "run", "b.parquet", "--part", "all", "--ranks", 2).exit_code == 7
+    assert started == [
+        (["train", "a.toml", *options, "--plan", "plan.json"], 3),
+        (["evaluate", "run", "b.parquet", "--part", "all", "--device", "auto"], 2),
+    ]
+    assert call("train", "a.toml", "--ranks", 0).exit_code == 2
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert "--ranks 3: expected no such option where torchrun starts the ranks (4 of them)" in failure(
+        "train", "a.toml", "--ranks", 3
+    )
+
+
+def test_what_ranks_saved_is_said_in_plain_words() -> None:
+    report = Report(
+        **dict.fromkeys(("auc", "normalized_entropy", "log_loss", "calibration", "part", "best_step"), None),
+        samples_per_second=1.0, steps=10, seed=0, peak_memory_bytes=10**9, embedding_bytes={"weights": 3 * 10**9},
+        samples=0, tasks={}, seconds=1.0, dropped={}, ceiling={}, run="run", recipe_hash="", device="cpu",
+        peak_device_memory_bytes=None, world=4, ranks_per_node=2, embedding_bytes_per_rank=10**9,
+        exchange={
+            "inside_bytes_per_step": 1e6, "across_bytes_per_step": 3e6, "repeated_ids_bytes_per_step": 16e6, "time_share": 0.2,
+        },
+        plan=["row-wise: users, items"],
+    )  # fmt: skip
+    assert explanation(report) == [
+        "tables are spread row-wise: users, items",
+        "each row travels once for all ids that read it: 4.0 MB a step between ranks instead of 16.0 MB, 75% less",
+        "3.0 MB of it cross the network between nodes",
+        "no rank holds more than 1.0 GB of the 3.0 GB that tables take on all ranks",
+    ]
+    alone = replace(report, world=1, exchange={}, plan=[], embedding_bytes_per_rank=3 * 10**9)
+    assert explanation(alone) == []
 
 
 def test_a_traceback_only_where_asked_for(clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

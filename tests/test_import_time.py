@@ -14,6 +14,14 @@ print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - befor
 """
 
 
+def test_the_command_line_waits_for_no_torch():
+    """The process that starts ranks has nothing to compute, and its ranks load torch themselves."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, unequal.cli.launch; assert 'torch' not in sys.modules"], timeout=120
+    )
+    assert done.returncode == 0
+
+
 def test_import_pulls_in_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ("errors", "toml", "batch", "tables", "optim", "schedule")
+BASE = ("allocator", "errors", "toml", "batch", "tables", "optim", "schedule")
 ORDER = (
     BASE, ("kernels",), ("data",), ("storage",), ("plan",), ("exchange",), ("embeddings",), ("models",), ("train",), ("recipe",),
     ("cli",),

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from .embeddings import Embeddings, Output, ShardedEmbeddings, shard
     from .errors import CheckpointError, DataError, RecipeError, UserError
     from .optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
+    from .plan.placement import Placement
+    from .plan.plan import Plan
+    from .plan.planner import make_plan
+    from .plan.topology import Topology
     from .schedule import Schedule
     from .tables import Feature, Table
 
@@ -20,13 +24,18 @@ _HOMES = {
     "embeddings": ("Embeddings", "Output", "ShardedEmbeddings", "shard"),
     "errors": ("CheckpointError", "DataError", "RecipeError", "UserError"),
     "optim": ("LAMB", "LARS", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "RowWiseAdam"),
+    "plan.placement": ("Placement",),
+    "plan.plan": ("Plan",),
+    "plan.planner": ("make_plan",),
+    "plan.topology": ("Topology",),
     "schedule": ("Schedule",),
     "tables": ("Feature", "Table"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Embeddings", "Feature", "Jagged",
-    "Optimizer", "Output", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule", "ShardedEmbeddings", "Table", "UserError", "shard",
+    "Optimizer", "Output", "Placement", "Plan", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule",
+    "ShardedEmbeddings", "Table", "Topology", "UserError", "make_plan", "shard",
 ]  # fmt: skip
 
 

@@ -16,7 +16,16 @@ from .errors import RecipeError, UserError, nearest
 from .models import ModelConfig
 from .toml import NOTHING, convert, parse
 from .train.build import build_embeddings, build_tables
-from .train.config import OptimizerConfig, Recipe, RunConfig, ScheduleConfig, TableConfig, TablesConfig, flatten
+from .train.config import (
+    ExchangeConfig,
+    OptimizerConfig,
+    Recipe,
+    RunConfig,
+    ScheduleConfig,
+    TableConfig,
+    TablesConfig,
+    flatten,
+)
 from .train.run import RECIPE
 
 __all__ = ["Recipe", "build_embeddings", "build_tables", "load_recipe", "load_run", "parse_recipe"]
@@ -36,12 +45,18 @@ FREE_ON_RESUME = {
     "run.evaluate_every",
     "run.select_best",
     "run.early_stop",
+    "tables.sharding",
+    "exchange.forward",
+    "exchange.backward",
+    "exchange.unique_per_node",
 }
+FREE_OF_A_TABLE = (".sharding", ".expected_rows")
 SECTIONS = {
     "data": DataConfig,
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
+    "exchange": ExchangeConfig,
     "run": RunConfig,
 }
 
@@ -75,10 +90,19 @@ def load_run(run: Path, recipe: Path | str | None = None, overrides: Sequence[st
         chosen = replace(chosen, schedule=replace(chosen.schedule, total_steps=original.schedule.total_steps))
     before, after = flatten(original.to_mapping()), flatten(chosen.to_mapping())
     for field in dict.fromkeys([*before, *after]):
-        if field not in FREE_ON_RESUME and before.get(field) != after.get(field):
+        if not _is_free(field) and not _same(before.get(field), after.get(field)):
             remedy = f"resume with `--resume {run}` alone, or start a new run"
             raise RecipeError(field, f"{before.get(field)!r} as in the run {run}", after.get(field), remedy)
     return chosen
+
+
+def _is_free(field: str) -> bool:
+    return field in FREE_ON_RESUME or (field.startswith("tables.") and field.endswith(FREE_OF_A_TABLE))
+
+
+def _same(before: Any, after: Any) -> bool:
+    """A table that is described without columns is the one that is not described."""
+    return bool(before == after) or (before in (None, []) and after in (None, []))
 
 
 def recipe_file(path: Path) -> Path:

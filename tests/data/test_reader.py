@@ -202,16 +202,48 @@ def test_state_of_other_data_or_order_is_refused(folder: Path, tmp_path: Path) -
         Reader(CONFIG, part="train", batch_size=50, root=folder).restore({})
 
 
-@pytest.mark.parametrize("world", [2, 3, 7])
-def test_ranks_share_every_global_batch(folder: Path, world: int) -> None:
-    def make(rank: int, world: int, size: int) -> list[Batch]:
-        return list(Reader(CONFIG, part="all", batch_size=size, root=folder, shuffle=True, rank=rank, world=world))
+@pytest.mark.parametrize(("world", "size"), [(2, 60), (3, 60), (7, 60), (3, 999), (4, 333), (5, 3)])
+def test_ranks_share_every_batch(folder: Path, world: int, size: int) -> None:
+    def make(rank: int, world: int) -> Reader:
+        return Reader(CONFIG, part="all", batch_size=size, root=folder, shuffle=True, rank=rank, world=world)
 
-    whole = make(0, 1, 60 * world)
-    shares = [make(rank, world, 60) for rank in range(world)]
+    whole = list(make(0, 1))
+    readers = [make(rank, world) for rank in range(world)]
+    assert {reader.batches_per_epoch for reader in readers} == {len(whole)}
+    shares = [list(reader) for reader in readers]
     assert {len(share) for share in shares} == {len(whole)}
     for number, batch in enumerate(whole):
         assert rows_of([share[number] for share in shares]) == rows_of([batch])
+    empty = [batch for share in shares for batch in share if not batch.size]
+    assert bool(empty) == (min(batch.size for batch in whole) < world)
+    for batch in empty:
+        assert (batch.dense.shape, batch.labels.shape) == ((0, 2), (0, 2))
+
+
+def test_a_position_holds_for_any_number_of_ranks(folder: Path) -> None:
+    def make(rank: int, world: int) -> Reader:
+        return Reader(CONFIG, part="all", batch_size=64, root=folder, shuffle=True, rank=rank, world=world)
+
+    alone, second = make(0, 1), make(1, 3)
+    for _ in range(5):
+        next(iter(alone))
+    second.restore(json.loads(json.dumps(alone.state())))
+    whole = rows_of(list(alone))
+    shared = make(0, 3), second, make(2, 3)
+    for reader in (shared[0], shared[2]):
+        reader.restore(second.state())
+    parts = [list(reader) for reader in shared]
+    assert [row for turn in zip(*parts) for row in rows_of(list(turn))] == whole
+
+
+def test_a_bookmark_is_where_it_was_put(folder: Path) -> None:
+    reader = Reader(CONFIG, part="all", batch_size=64, root=folder, shuffle=True)
+    batches = iter(reader)
+    for _ in range(3):
+        next(batches)
+    mark, state = reader.bookmark(), reader.state()
+    next(batches)
+    assert reader.state(mark) == state != reader.state()
 
 
 def test_drop_last(folder: Path) -> None:

@@ -30,10 +30,10 @@ def test_agrees_with_reference(backend, ids, parts, hashed):
 def test_bags_agree_with_reference(backend, lists, parts, hashed):
     ids = torch.tensor([id_ for part in lists for id_ in part], dtype=torch.int64)
     lengths = torch.tensor([len(part) for part in lists], dtype=torch.int64)
-    for given, expected in zip(
+    for one, other in zip(
         backend.deal_bags(ids, lengths, parts, hashed), reference.deal_bags(ids, lengths, parts, hashed)
     ):
-        assert torch.equal(given, expected)
+        assert torch.equal(one, other)
 
 
 def test_every_part_gets_its_share():

@@ -34,15 +34,19 @@ def cut_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def final_state(run: Path) -> dict[str, torch.Tensor]:
+    """Everything in a run's newest checkpoint, whatever ranks it was saved by; rows in the order of their ids."""
     newest = checkpoint.latest(run / "checkpoints")
     assert newest is not None
-    saved = checkpoint.load(newest)
-    optimizer = {
-        f"optimizer.{number}.{name}": value
-        for number, values in saved.other["optimizer"]["state"].items()
-        for name, value in values.items()
-    }
-    return saved.model_state | optimizer | {"random": saved.other["random"]["torch"]}
+    saved = checkpoint.open(newest)
+    state = dict(saved.dense_state)
+    for number, values in saved.other["optimizer"]["state"].items():
+        state |= {f"optimizer.{number}.{name}": value for name, value in values.items()}
+    for table in saved.tables:
+        parts = list(saved.table(table))
+        ids, order = torch.cat([ids for ids, _ in parts]).sort()
+        state[f"{table}.ids"] = ids
+        state |= {f"{table}.{name}": torch.cat([rows[name] for _, rows in parts])[order] for name in parts[0][1]}
+    return state | {f"random.{rank}": saved.own(rank)["random"]["torch"] for rank in range(saved.world)}
 
 
 def losses(run: Path) -> list[tuple]:

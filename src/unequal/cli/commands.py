@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +11,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .. import __version__
+from ..allocator import keep_freed_memory
 from ..errors import UserError
-from .errors import ask_for_traceback, one_line_errors
+from ..train import lifeline
+from .errors import ask_for_traceback, one_line_errors, stoppable
+from .launch import LAUNCHED, launch
+from .plan import plan as plan_command
 from .show import counting, show_report, show_summary
 
 app = typer.Typer(
@@ -23,6 +28,7 @@ app = typer.Typer(
 )
 importers = typer.Typer(help="Turns a public data set into Parquet with a ready recipe.", no_args_is_help=True)
 app.add_typer(importers, name="import")
+app.command("plan")(plan_command)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
 Where = Annotated[
@@ -31,6 +37,13 @@ Where = Annotated[
         "--device", metavar="DEVICE", help="Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N."
     ),
 ]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks", metavar="N", min=1, help="Train as N processes of this machine, each with a part of the tables."
+    ),
+]
+STARTED = "UNEQUAL_STARTED"
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="The raw file or the folder that holds it.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write into.")]
 
@@ -40,6 +53,10 @@ def main() -> None:
     # Torch's large tensors on 2 MiB pages, as the tables are: gradients are read at random places. Torch looks when it first
     # allocates; who set it otherwise keeps that.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    keep_freed_memory()
+    if LAUNCHED not in os.environ:
+        os.environ[STARTED] = repr(time.time())
+    lifeline.attach()
     app()
 
 
@@ -76,12 +93,21 @@ def train(
     ] = None,
     json: Json = None,
     device: Where = "auto",
+    ranks: Ranks = 1,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Spread the tables by this plan (see `unequal plan`).")
+    ] = None,
 ) -> None:
-    """Train a recipe and score it on its test part."""
-    with one_line_errors():
+    """Train a recipe and score it on its test part.
+
+    On several machines: torchrun --nnodes … --nproc-per-node … -m unequal train RECIPE
+    """
+    with one_line_errors(), stoppable():
         _check_output(json)
         if recipe is None and resume is None:
             raise UserError("train: expected a recipe file or --resume RUN, got neither; try `unequal train default`")
+        settings = [part for override in overrides or () for part in ("--set", override)]
+        _launch_if_asked(ranks, "train", recipe, *settings, resume=resume, json=json, device=device, plan=plan)
         from ..recipe import load_recipe, load_run
         from ..train.trainer import train as train_recipe
 
@@ -89,10 +115,12 @@ def train(
             chosen = load_recipe(recipe or "default", overrides or ())
         else:
             chosen = load_run(resume, recipe, overrides or ())
-        report = train_recipe(chosen, resume=resume, device=device)
-        show_report(report)
-        print(f"run: {report.run}")
-        _write(json, report.to_json())
+        started = float(os.environ[STARTED]) if STARTED in os.environ else None
+        report = train_recipe(chosen, resume=resume, device=device, plan=plan, started=started)
+        if _is_first_rank():
+            show_report(report)
+            print(f"run: {report.run}")
+            _write(json, report.to_json())
 
 
 @app.command()
@@ -108,10 +136,12 @@ def evaluate(
     ] = None,
     json: Json = None,
     device: Where = "auto",
+    ranks: Ranks = 1,
 ) -> None:
-    """Score a finished run, on its own test part or on other data."""
-    with one_line_errors():
+    """Score a finished run, on its own test part or on other data, whatever number of ranks trained it."""
+    with one_line_errors(), stoppable():
         _check_output(json)
+        _launch_if_asked(ranks, "evaluate", run, data, part=part, json=json, device=device)
         from ..data.config import SplitConfig
         from ..recipe import load_run
         from ..train.evaluate import evaluate_run
@@ -123,8 +153,26 @@ def evaluate(
             if part is None:  # all rows are scored, so the data need not hold the column the training was split by
                 recipe = replace(recipe, data=replace(recipe.data, split=SplitConfig()))
         report = evaluate_run(recipe, run, part=part or ("test" if data is None else "all"), device=device)
-        show_report(report)
-        _write(json, report.to_json())
+        if _is_first_rank():
+            show_report(report)
+            _write(json, report.to_json())
+
+
+def _launch_if_asked(ranks: int, command: str, *arguments: object, **options: object) -> None:
+    """With --ranks: runs the command as so many processes, and ends with them."""
+    if ranks == 1 or LAUNCHED in os.environ:
+        return
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        raise UserError(
+            f"--ranks {ranks}: expected no such option where torchrun starts the ranks ({os.environ['WORLD_SIZE']} of them); "
+            "leave it out"
+        )
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    raise typer.Exit(launch([command, *(str(part) for part in arguments if part is not None), *given], ranks))
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 @importers.command()

@@ -2,20 +2,28 @@
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
 from ..errors import UserError
+from ..train import lifeline
+from ..train.lifeline import INTERRUPTED, LastWords
 
 TRACEBACK_VARIABLE = "UNEQUAL_TRACEBACK"
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 
 
 def ask_for_traceback() -> None:
     os.environ[TRACEBACK_VARIABLE] = "1"
+
+
+def traceback_wanted() -> bool:
+    return os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
 
 
 @contextmanager
@@ -31,6 +39,19 @@ def one_line_errors() -> Iterator[None]:
         _end(f"error: {_describe(error)}", FAILED, error)
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM, which schedulers and torchrun send, stops the work as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _describe(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename is not None else ""
     what = (error.strerror or str(error)).lower()
@@ -43,7 +64,15 @@ def _describe(error: OSError) -> str:
 
 
 def _end(line: str, code: int, error: BaseException) -> None:
-    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
+    """A rank that `--ranks` started leaves the line to the process that started it, which prints one for all."""
+    line = " ".join(line.split())
+    failure = getattr(error, "failure", None)
+    words = LastWords(
+        line, code, None if failure is None else failure.rank, getattr(error, "remedy", ""), joined=lifeline.joined()
+    )
+    told = lifeline.tell(words)
+    if traceback_wanted():
         raise error
-    print(" ".join(line.split()), file=sys.stderr)
+    if not told:
+        print(line, file=sys.stderr)
     raise typer.Exit(code) from None

@@ -40,15 +40,54 @@ def show_report(report: Report) -> None:
     table.add_row("embedding memory", size(sum(report.embedding_bytes.values())))
     for kind, amount in report.embedding_bytes.items():
         table.add_row(f"  {kind}", size(amount))
-    table.add_row("peak memory", size(report.peak_memory_bytes))
+    of_a_rank = " of a rank" if report.world > 1 else ""
+    if of_a_rank:
+        table.add_row("  most of a rank", size(report.embedding_bytes_per_rank))
+    table.add_row(f"peak memory{of_a_rank}", size(report.peak_memory_bytes))
     if report.peak_device_memory_bytes is not None:
-        table.add_row("peak device memory", size(report.peak_device_memory_bytes))
+        table.add_row(f"peak device memory{of_a_rank}", size(report.peak_device_memory_bytes))
     table.add_row("device", report.device)
+    if of_a_rank:
+        table.add_section()
+        nodes = report.world // report.ranks_per_node
+        table.add_row("ranks", f"{report.world}" if nodes == 1 else f"{nodes} × {report.ranks_per_node}")
+        if report.exchange:
+            table.add_row("exchanged per step", size(round(exchanged(report))))
+            table.add_row("  of the time", f"{report.exchange['time_share']:.0%}")
     console = Console()
     console.print(table)
+    for line in explanation(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for part, causes in report.dropped.items():
         for cause, count in causes.items():
             console.print(f"{count:,} bad rows of the {part} part dropped: {cause}", markup=False, highlight=False)
+
+
+def exchanged(report: Report) -> float:
+    """Bytes of rows and gradients that all ranks sent in a step."""
+    return report.exchange["inside_bytes_per_step"] + report.exchange["across_bytes_per_step"]
+
+
+def explanation(report: Report) -> list[str]:
+    """What several ranks shared and saved, in plain words."""
+    lines = [f"tables are spread {line}" for line in report.plan]
+    if not report.exchange:
+        return lines
+    sent, repeated = exchanged(report), report.exchange["repeated_ids_bytes_per_step"]
+    if repeated > sent:
+        lines.append(
+            f"each row travels once for all ids that read it: {size(round(sent))} a step between ranks instead of "
+            f"{size(round(repeated))}, {1 - sent / repeated:.0%} less"
+        )
+    across = report.exchange["across_bytes_per_step"]
+    if across:
+        lines.append(f"{size(round(across))} of it cross the network between nodes")
+    held = sum(report.embedding_bytes.values())
+    if held > report.embedding_bytes_per_rank:
+        lines.append(
+            f"no rank holds more than {size(report.embedding_bytes_per_rank)} of the {size(held)} that tables take on all ranks"
+        )
+    return lines
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:

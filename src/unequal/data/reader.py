@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ Part = Literal["train", "validation", "test", "all"]
 _STATE_VERSION = 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Position:
     """Where the next batch begins. Windows, not batches, are counted from: dropped rows make batches unpredictable."""
 
@@ -34,12 +34,20 @@ class _Position:
     """Within the window."""
 
 
+class Bookmark(NamedTuple):
+    """A place between two batches."""
+
+    position: _Position
+    dropped: dict[str, int]
+
+
 class Reader:
     """Batches of one part of a data set, epoch after epoch.
 
     Iterating yields the rest of the current epoch and then moves on to the next one. The order of the rows depends on
-    `seed` and the epoch alone. With `world` ranks each takes its contiguous share of every global batch of
-    `batch_size × world` rows. Batches share the tensors of lengths and offsets that are the same for all: read only.
+    `seed` and the epoch alone. With `world` ranks each takes its contiguous share of every batch of `batch_size` rows, which
+    may be none of them: all ranks together read what one rank alone would. Batches share the tensors of lengths and offsets
+    that are the same for all: read only.
     """
 
     def __init__(
@@ -99,23 +107,28 @@ class Reader:
     @property
     def batches_per_epoch(self) -> int:
         """Exact where no row is dropped, else the most there can be."""
-        size = self.batch_size * self.world
+        size = self.batch_size
         return self.rows // size if self.drop_last else -(-self.rows // size)
 
     @property
     def epoch(self) -> int:
         return self._position.epoch
 
-    def state(self) -> dict[str, Any]:
-        """Where the reader is, as plain values: after `restore` a reader goes on with the very batch that is next."""
-        at = self._position
+    def bookmark(self) -> Bookmark:
+        """Where the reader is now, for `state` to be taken later: a moment's work."""
+        return Bookmark(self._position, self.dropped)
+
+    def state(self, bookmark: Bookmark | None = None) -> dict[str, Any]:
+        """Where the reader is, or was at a bookmark, as plain values: after `restore` a reader goes on with the very batch that
+        was next there."""
+        at, dropped = self.bookmark() if bookmark is None else bookmark
         return {
             "version": _STATE_VERSION,
             "epoch": at.epoch,
             "batch": at.batch,
             "window": at.window,
             "row": at.row,
-            "dropped": dict(self.dropped),
+            "dropped": dict(dropped),
             "statistics": {name: list(pair) for name, pair in self.statistics.items()},
             **self._identity(),
         }
@@ -126,7 +139,7 @@ class Reader:
             "part": self.part,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "global_batch": self.batch_size * self.world,
+            "global_batch": self.batch_size,
             "fingerprint": self.dataset.fingerprint,
         }
 
@@ -172,7 +185,7 @@ class Reader:
         return plan(groups, chosen, self.config.window, None if order is None else np.random.default_rng([*order, 0]))
 
     def _batches(self, windows: Iterator[Window], at: _Position) -> Iterator[Batch]:
-        size = self.batch_size * self.world
+        size = self.batch_size
         held: list[Window] = []
         held_rows = 0
         number, batch, first = at.window, at.batch, at.row
@@ -180,8 +193,11 @@ class Reader:
             self.dropped = {}
         for window in windows:
             if first == 0:
-                for cause, count in window.dropped.items():
-                    self.dropped[cause] = self.dropped.get(cause, 0) + count
+                # A new dictionary: a bookmark may hold the old one.
+                self.dropped = {
+                    cause: self.dropped.get(cause, 0) + window.dropped.get(cause, 0)
+                    for cause in dict.fromkeys([*self.dropped, *window.dropped])
+                }
             while window.rows - first >= size - held_rows:
                 last = first + size - held_rows
                 segments = [*held, window.slice(first, last)]
@@ -221,8 +237,8 @@ class Reader:
             flat("ids", self.features) if self.features else torch.empty(0, dtype=torch.int64),
             lengths,
             weights,
-            flat("dense", config.dense).view(-1, rows).T.contiguous() if config.dense else None,
-            flat("label", config.labels).view(-1, rows).T.contiguous(),
+            flat("dense", config.dense).view(len(config.dense), rows).T.contiguous() if config.dense else None,
+            flat("label", config.labels).view(len(config.labels), rows).T.contiguous(),
             flat("sample_weight", (config.sample_weight,)) if config.sample_weight is not None else None,
             offsets,
         )

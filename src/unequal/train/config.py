@@ -12,11 +12,15 @@ from ..data.config import DataConfig
 from ..errors import RecipeError, UserError, nearest
 from ..models import ModelConfig
 from ..optim import OPTIMIZERS, Optimizer
+from ..plan.placement import Codec
+from ..plan.planner import default_codecs
+from ..plan.workload import check_sharding
 from ..schedule import Schedule
 from ..tables import DTYPES
 from ..toml import Section, to_mapping, write
 
 POOLINGS = ("sum", "mean", "none")
+WireCodec = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,10 @@ class TableConfig:
     dtype: str | None = None
     init_std: float | None = None
     admit_after: int | None = None
+    sharding: str | None = None
+    """How it is spread over the ranks of a job: auto, or one kind."""
+    expected_rows: int | None = None
+    """Without `rows`: how many there will be, where the plan should not estimate it from a sample of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +51,8 @@ class TablesConfig:
     """Standard deviation of fresh rows."""
     admit_after: int = 1
     """Unbounded ids only: how often an id must be seen before it gets a row of its own; rarer ids share one."""
+    sharding: str = "auto"
+    """How tables are spread over the ranks of a job: auto, table_wise, row_wise, column_wise, data_parallel, or hierarchical."""
     named: dict[str, TableConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,11 +67,16 @@ class TablesConfig:
                 raise RecipeError(f"{path}.init_std", "a number of 0 or more", table.init_std)
             if table.admit_after is not None and table.admit_after < 1:
                 raise RecipeError(f"{path}.admit_after", "1 or more", table.admit_after)
+            if table.sharding is not None:
+                check_sharding(table.sharding, f"{path}.sharding")
         for name, own in self.named.items():
             if own.rows is not None and not 1 <= own.rows < 2**32:
                 raise RecipeError(f"tables.{name}.rows", "1 to 2³²−1, or no such line for unbounded ids", own.rows)
             if own.rows is not None and (own.admit_after or 1) > 1:
                 raise RecipeError(f"tables.{name}.admit_after", "1 for a table with `rows`", own.admit_after)
+            if own.expected_rows is not None and (own.rows is not None or own.expected_rows < 1):
+                expected = "1 or more" if own.rows is None else "no such line for a table with `rows`"
+                raise RecipeError(f"tables.{name}.expected_rows", expected, own.expected_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +138,26 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeConfig:
+    """How rows and their gradients travel between the ranks of a job."""
+
+    forward: WireCodec = "auto"
+    """Precision of rows on the way: fp32, fp16, bf16, int8 (with a scale per row); auto is fp16 on GPUs, else fp32."""
+    backward: WireCodec = "auto"
+    """Of gradients; auto is bf16 on GPUs, else fp32."""
+    unique_per_node: bool = True
+    """With several nodes: each row crosses the network once per node that reads it."""
+
+    def codecs(self, device: str) -> tuple[Codec, Codec]:
+        """Forward and backward, on ranks of this kind of device."""
+        forward, backward = default_codecs(device)
+        return (
+            forward if self.forward == "auto" else self.forward,
+            backward if self.backward == "auto" else self.backward,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """How long, how large, how often."""
 
@@ -173,6 +208,7 @@ class Recipe:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     run: RunConfig = field(default_factory=RunConfig)
     name: str = field(default="recipe", compare=False)
     """Names the run folder; not part of the file."""
@@ -197,6 +233,18 @@ class Recipe:
         grouped = {c: name for name, table in self.tables.named.items() for c in table.columns or (name,)}
         return {column: grouped.get(column, column) for column in self.features}
 
+    def sharding_of(self) -> dict[str, str]:
+        """Table → how it may be spread."""
+        named = self.tables.named
+        return {
+            name: (named[name].sharding if name in named else None) or self.tables.sharding
+            for name in self.table_of().values()
+        }
+
+    def expected_rows(self) -> dict[str, int]:
+        """Table → how many rows it will have, where the recipe says so."""
+        return {name: own.expected_rows for name, own in self.tables.named.items() if own.expected_rows is not None}
+
     def to_mapping(self) -> Section:
         sections = to_mapping(self)
         del sections["name"], sections["root"]
@@ -211,8 +259,11 @@ class Recipe:
         return write(self.to_mapping())
 
     def hash(self) -> str:
-        """Names what is trained: the same for equal recipes, wherever their run folder is."""
-        same = replace(self, run=replace(self.run, folder=""))
+        """Names what is trained: the same for equal recipes, wherever their run folder is and however tables are spread."""
+        named = {name: replace(own, sharding=None, expected_rows=None) for name, own in self.tables.named.items()}
+        described = {name: own for name, own in named.items() if own != TableConfig()}
+        tables = replace(self.tables, sharding="auto", named=described)
+        same = replace(self, run=replace(self.run, folder=""), tables=tables)
         return hashlib.sha256(same.to_toml().encode()).hexdigest()[:16]
 
 

@@ -16,8 +16,8 @@ from ..errors import UserError
 from ..kernels import backend
 
 
-def choose_device(asked: str) -> torch.device:
-    """The device `--device` means; refuses one that is not there."""
+def choose_device(asked: str, local: int = 0) -> torch.device:
+    """The device `--device` means; refuses one that is not there. Ranks of a node are dealt out over its GPUs."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cpu":
@@ -33,7 +33,7 @@ def choose_device(asked: str) -> torch.device:
         remedy = "look at what nvidia-smi says" if built else "install a torch that is built for CUDA"
         raise UserError(f"--device {asked}: expected a GPU, but {why}; {remedy}, or choose --device cpu")
     count = torch.cuda.device_count()
-    number = torch.cuda.current_device() if found[1] is None else int(found[1])
+    number = (torch.cuda.current_device() + local) % count if found[1] is None else int(found[1])
     if number >= count:
         there = "cuda:0 alone" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise UserError(f"--device: expected a GPU that is here ({there}), got '{asked}'")
@@ -43,9 +43,14 @@ def choose_device(asked: str) -> torch.device:
 class Device:
     """The device of a run. On a GPU nothing here waits for it except `synchronize`."""
 
-    def __init__(self, asked: str = "auto") -> None:
-        self.torch = choose_device(asked)
+    def __init__(self, asked: str = "auto", local: int = 0, per_node: int = 1) -> None:
+        """`local`: which of its node's `per_node` ranks this process is."""
+        self.torch = choose_device(asked, local)
         self.is_gpu = self.torch.type == "cuda"
+        self.alone = per_node == 1 or (
+            self.is_gpu and asked in ("auto", "cuda") and per_node <= torch.cuda.device_count()
+        )
+        """Whether no other rank of the node has the same GPU."""
         self.deferred = backend(self.torch).on_device
         """Whether results are read now and then instead of after every step, so that no step waits for the device."""
         if self.is_gpu:

@@ -16,7 +16,8 @@ from typing import Any
 from ..errors import CheckpointError, UserError
 from .config import Recipe
 
-RECIPE, METRICS, REPORT, CHECKPOINTS = "recipe.toml", "metrics.jsonl", "report.json", "checkpoints"
+RECIPE, PLAN, METRICS, REPORT = "recipe.toml", "plan.json", "metrics.jsonl", "report.json"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,18 @@ class Report:
     device: str
     """cpu, or the GPU's name."""
     peak_device_memory_bytes: int | None
-    """The most that tensors took on the GPU; None on the CPU."""
+    """The most that tensors took on a rank's GPU; None on the CPU."""
+    world: int = 1
+    """Ranks. What is given in bytes is that of the rank with most of it, but for `embedding_bytes`: of all together."""
+    ranks_per_node: int = 1
+    embedding_bytes_per_rank: int = 0
+    exchange: dict[str, float] = field(default_factory=dict)
+    """Of several ranks, per training step and over all of them: bytes inside nodes and across, what ids that are not made unique
+    would have taken, and the share of the time spent in collectives of the tables."""
+    plan: list[str] = field(default_factory=list)
+    """How the tables are spread, a line per kind."""
+    seconds_to_first_step: float | None = None
+    """From the command to the end of the first step."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,6 +160,28 @@ class RunLog:
         """How many bytes are safely on disk: what a checkpoint remembers."""
         os.fsync(self._file.fileno())
         return int(os.fstat(self._file.fileno()).st_size)
+
+
+class NoLog:
+    """What a rank that writes nothing has instead."""
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def write(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
+        return None
+
+    def position(self) -> int:
+        return 0
+
+
+def open_log(folder: Path, start: int, start_step: int, *, write: bool) -> RunLog | NoLog:
+    return RunLog(folder, start, start_step) if write else NoLog()
 
 
 class _Events:

@@ -12,15 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..batch import Batch
+from ..data.reader import Bookmark, Reader
 from ..errors import UserError
 from . import checkpoint
 from .build import build_dense_optimizer, load_dense_optimizer
 from .config import Recipe
-from .device import Device
+from .counting import ExchangeCount
 from .evaluate import make_report
+from .parallel import choose_plan, data_parallel, seed_rank, summary, tensors_of
+from .processes import Ranks
 from .progress import Progress, progress_for
-from .run import CHECKPOINTS, RECIPE, REPORT, Report, RunLog, create_run_folder, write_json
-from .session import load_weights, make_model, open_data, score, scoring_reader, training_reader
+from .run import CHECKPOINTS, PLAN, RECIPE, REPORT, Report, create_run_folder, open_log, write_json
+from .session import Score, load_weights, make_model, open_data, score, scoring_reader, training_reader
+from .together import Turn, part_of_loss, together
 
 OUT_OF_MEMORY = "lower run.batch_size or run.evaluation_batch_size, make the model smaller, or choose --device cpu"
 
@@ -52,32 +56,49 @@ class Position:
         return (self.samples - self.untimed_samples) / self.seconds if self.seconds else 0.0
 
 
-def train(recipe: Recipe, *, resume: Path | None = None, progress: bool = True, device: str = "auto") -> Report:
+def train(
+    recipe: Recipe,
+    *,
+    resume: Path | None = None,
+    progress: bool = True,
+    device: str = "auto",
+    plan: Path | None = None,
+    started: float | None = None,
+) -> Report:
     """Trains the recipe into a fresh run folder, or goes on with the run in `resume`, and scores the test part.
 
-    `device`: cpu, cuda, cuda:N, or auto for a GPU where there is one. A run may be resumed on another.
+    `device`: cpu, cuda, cuda:N, or auto for a GPU where there is one. A run may be resumed on another, and by another number
+    of ranks. Where the environment says that this process is one of several ranks, or torch.distributed is initialised, all of
+    them call this, and all get the report; the batches are the same as those of one rank. `plan`: the file of a plan to
+    follow. `started`: when the command began (time.time).
     """
-    place = Device(device)
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    with progress_for(progress) as shown, place.explained(OUT_OF_MEMORY):
-        trainer = Trainer(recipe, resume, shown, place)
-        try:
-            trainer.fit()
-        except KeyboardInterrupt:
-            saved = checkpoint.latest(trainer.folder / CHECKPOINTS)
-            what = f"go on with --resume {trainer.folder}" if saved else "before the first checkpoint"
-            raise KeyboardInterrupt(f"at step {trainer.at.step:,}; {what}") from None
-        return trainer.finish()
+    started = time.time() if started is None else started
+    with Ranks(device) as ranks:
+        if recipe.run.threads:
+            torch.set_num_threads(recipe.run.threads)
+        with progress_for(progress and ranks.rank == 0) as shown, ranks.device.explained(OUT_OF_MEMORY):
+            resume = resume or ranks.remembered()
+            trainer = Trainer(recipe, resume, shown, ranks, plan, started)
+            ranks.describe = trainer.describe
+            try:
+                trainer.fit()
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(trainer.describe()[0]) from None
+            return trainer.finish()
 
 
 class Trainer:
-    """A run in progress: model, readers, optimizer, and where it stands."""
+    """A run in progress: model, readers, optimizer, and where it stands. With several ranks there is one on each, and all stand
+    at the same step; what is decided on the way follows from numbers that all have."""
 
-    def __init__(self, recipe: Recipe, resume: Path | None, shown: Progress, device: Device) -> None:
-        self.data = open_data(recipe, shown.say)
-        self.reader = training_reader(recipe, self.data)
-        self.validation = scoring_reader(recipe, self.data, "validation", self.reader.statistics)
+    def __init__(
+        self, recipe: Recipe, resume: Path | None, shown: Progress, ranks: Ranks, plan: Path | None, started: float
+    ) -> None:
+        self.ranks, self.mesh, self.device, self.shown = ranks, ranks.mesh, ranks.device, shown
+        device, mesh = self.device, self.mesh
+        self.data = open_data(recipe, mesh, shown.say)
+        self.reader = training_reader(recipe, self.data, mesh)
+        self.validation = scoring_reader(recipe, self.data, "validation", self.reader.statistics, mesh)
         self.total_steps = self.reader.batches_per_epoch * recipe.run.epochs
         if recipe.run.steps:
             self.total_steps = min(self.total_steps, recipe.run.steps)
@@ -88,33 +109,53 @@ class Trainer:
                 "run.early_stop: expected a validation part, got none; set data.split.validation, or 0 here"
             )
 
-        self.device = device
         if device.is_gpu:
             shown.say(f"training on {device.name} ({device.torch})")
-        self.model, self.embeddings = make_model(self.recipe, device.torch, self.schedule)
+        self.plan = choose_plan(recipe, self.data, ranks, plan, resume, shown.say)
+        self.model, self.embeddings = make_model(self.recipe, device.torch, mesh, self.plan, self.schedule)
+        self.parallel = data_parallel(self.model, self.embeddings, self.reader, device, mesh)
         self.optimizer = build_dense_optimizer(recipe.optimizer, self.model.parameters())
-        self.at, self.shown = Position(), shown
+        self.at = Position()
         self.saved: Position | None = None
+        self.deferred = device.deferred or mesh.world > 1
+        """Whether losses are read now and then only, so that no step waits for the device or for other ranks."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device.torch)
-        """Where losses are read now and then only: their sum since the last line of the log."""
+        """Where they are: the sum of this rank's parts since the last line of the log."""
+        self.exchange = ExchangeCount(self.embeddings, mesh)
+        self.bookmark: Bookmark | None = None
+        """Where the reader stood after the batch of the last step; None where that is where it is."""
         if resume is None:
-            self.folder = create_run_folder(recipe)
-            self.recipe = replace(self.recipe, run=replace(recipe.run, folder=str(self.folder)))
+            self.folder = Path(ranks.first(lambda: str(create_run_folder(recipe))))
+            ranks.remember(self.folder)
+            seed_rank(recipe.run.seed, mesh)
         else:
             self.folder = resume
             self._resume()
+        self.recipe = replace(self.recipe, run=replace(recipe.run, folder=str(self.folder)))
         self.settled_step, self.warm = self.at.step, False
-        (self.folder / RECIPE).write_text(self.recipe.to_toml(), encoding="utf-8")
+        self.exchange.begin(self.at.step, self.at.seconds)
+        self.started = started
+        self.seconds_to_first_step: float | None = None
+        if mesh.rank == 0:
+            if self.plan is not None:
+                self.plan.save(self.folder / PLAN)
+            (self.folder / RECIPE).write_text(self.recipe.to_toml(), encoding="utf-8")
+
+    def describe(self) -> tuple[str, str]:
+        """Where the run stands, and how to go on with it."""
+        saved = checkpoint.latest(self.folder / CHECKPOINTS)
+        remedy = f"go on with --resume {self.folder}" if saved else ""
+        return f"at step {self.at.step:,}; {remedy or 'before the first checkpoint'}", remedy
 
     def fit(self) -> None:
         """Steps until the epochs or the steps are over, or nothing improves any more."""
         run, at = self.recipe.run, self.at
         self.shown.start(self.total_steps, at.step)
-        with RunLog(self.folder, at.metrics_bytes, at.step) as self.log:
+        with open_log(self.folder, at.metrics_bytes, at.step, write=self.mesh.rank == 0) as self.log:
             self.clock = self.shown_at = time.perf_counter()
             while at.epoch < run.epochs and not self._over():
-                for batch in self.reader:
-                    self._step(batch)
+                for turn in together(self.reader, self.mesh, note=self.reader.bookmark, flag=self._due):
+                    self._step(turn)
                     if at.step % run.log_every == 0:
                         self._log()
                     if run.evaluate_every and at.step % run.evaluate_every == 0:
@@ -124,7 +165,7 @@ class Trainer:
                     if self._over():
                         break
                 else:
-                    at.epoch += 1
+                    at.epoch, self.bookmark = at.epoch + 1, None
                     if not run.evaluate_every:
                         self._evaluate()
             if at.step:
@@ -137,8 +178,9 @@ class Trainer:
         if self.recipe.run.select_best and at.best_step is not None:
             best_step = at.best_step
             if best_step != at.step:
-                load_weights(self.model, checkpoint.load(checkpoint.path_of(self.folder / CHECKPOINTS, best_step)))
-        test = scoring_reader(self.recipe, self.data, "test", self.reader.statistics)
+                best = checkpoint.path_of(self.folder / CHECKPOINTS, best_step)
+                load_weights(self.model, self.embeddings, best, self.mesh)
+        test = scoring_reader(self.recipe, self.data, "test", self.reader.statistics, self.mesh)
         scored = next((reader for reader in (test, self.validation) if reader.rows), None)
         report = make_report(
             self.recipe,
@@ -146,50 +188,67 @@ class Trainer:
             self.folder,
             self.embeddings,
             self.device,
+            self.mesh,
             None if scored is None else scored.part,
-            None if scored is None else score(self.model, scored, self.recipe.data.labels, self.device),
+            None if scored is None else self._score(scored),
             readers=(self.reader, self.validation, test),
             samples_per_second=at.samples_per_second,
             seconds=at.seconds,
             steps=at.step,
             best_step=best_step,
+            exchange=self.exchange.report(),
+            plan=summary(self.plan),
+            seconds_to_first_step=self.seconds_to_first_step,
         )
-        write_json(self.folder / REPORT, report.to_json())
+        if self.mesh.rank == 0:
+            write_json(self.folder / REPORT, report.to_json())
         return report
+
+    def _score(self, reader: Reader) -> Score:
+        return score(self.model, self.embeddings, reader, self.recipe.data.labels, self.device, self.mesh)
 
     def _over(self) -> bool:
         run = self.recipe.run
         stopped = bool(run.early_stop) and self.at.evaluations_since_best >= run.early_stop
         return stopped or (bool(run.steps) and self.at.step >= run.steps)
 
-    def _step(self, batch: Batch) -> None:
-        at = self.at
+    def _due(self) -> bool:
+        """Whether something new should be shown. With several ranks the first one says so, and all read the loss then."""
+        return time.perf_counter() - self.shown_at >= self.shown.interval
+
+    def _step(self, turn: Turn) -> None:
+        at, world = self.at, self.mesh.world
         rate = self.recipe.optimizer.dense_lr * self.schedule(at.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        size, batch = batch.size, self.device.move(batch)
-        loss = weighted_loss(self.model(batch), batch)
-        if not self.device.deferred:
+        batch = self.device.move(turn.batch)
+        logits = self.parallel(batch)
+        loss = weighted_loss(logits, batch) if world == 1 else part_of_loss(logits, batch, turn.weight)
+        if not self.deferred:
             value = loss.item()
             if not math.isfinite(value):
                 raise UserError(self._diverged(f"the loss of step {at.step + 1:,} is {value}"))
             at.loss_sum += value
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss if world == 1 else loss * world).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-        at.step, at.samples, at.loss_count = at.step + 1, at.samples + size, at.loss_count + 1
-        if self.device.deferred:
+        self.bookmark = turn.note
+        at.step, at.samples, at.loss_count = at.step + 1, at.samples + turn.samples, at.loss_count + 1
+        if self.deferred:
             self.loss_sum += loss.detach()
-            if not self.warm:
+            if self.device.deferred and not self.warm:
                 self.device.synchronize()
-                self.warm, self.clock, at.untimed_samples = True, time.perf_counter(), at.untimed_samples + size
-            due = time.perf_counter() - self.shown_at >= self.shown.interval
-            if not due and at.step != self.total_steps:
-                return
+                self.warm, self.clock = True, time.perf_counter()
+                at.untimed_samples += turn.samples
+        if self.seconds_to_first_step is None:
+            self.seconds_to_first_step = time.time() - self.started
+        if not self.deferred:
+            self._tick()
+        elif at.step == self.total_steps or (turn.flag if world > 1 else self._due()):
             self._settle()
         else:
-            self._tick()
+            return
         self.shown_at = self.clock
         self.shown.update(at.step, at.loss_sum / at.loss_count, at.samples_per_second)
 
@@ -198,14 +257,15 @@ class Trainer:
         self.at.seconds, self.clock = self.at.seconds + now - self.clock, now
 
     def _settle(self) -> None:
-        """Where steps do not wait for the device: waits for it now, and finds out how the last ones went."""
+        """Where steps do not wait for the device or for other ranks: waits now, and finds out how the last ones went."""
         at, first = self.at, self.settled_step + 1
-        if not self.device.deferred or first > at.step:
+        if not self.deferred or first > at.step:
             return
-        at.loss_sum = self.loss_sum.item()
+        own = self.loss_sum.item()
         self.device.synchronize()
         self._tick()
         self.embeddings.check()
+        at.loss_sum = self.exchange.settle(own, at.step, at.seconds)
         if not math.isfinite(at.loss_sum):
             alone = f"the loss of step {at.step:,} is"
             when = f"between steps {first:,} and {at.step:,} the loss became" if first < at.step else alone
@@ -220,6 +280,7 @@ class Trainer:
             "learning_rate_factor": self.schedule(at.step - 1),
             "samples": at.samples,
             "samples_per_second": at.samples_per_second,
+            **self.exchange.since_last_line(),
         }
         at.loss_sum, at.loss_count = 0.0, 0
         self.loss_sum.zero_()
@@ -231,7 +292,7 @@ class Trainer:
         if not self.validation.rows or at.evaluated_step == at.step:
             return
         self._settle()
-        result = score(self.model, self.validation, self.recipe.data.labels, self.device)
+        result = self._score(self.validation)
         at.evaluated_step = at.step
         at.evaluations_since_best += 1
         value = result.value
@@ -242,6 +303,7 @@ class Trainer:
         area, mark = result.metrics["auc"], "  (best so far)" if better else ""
         words = f"AUC {'undefined' if area is None else f'{area:.4f}'}, log loss {result.metrics['log_loss']:.4f}"
         self.shown.say(f"step {at.step:,}, epoch {at.epoch}: validation {words}{mark}")
+        self.exchange.skip()
         self.clock = time.perf_counter()
         if better and self.recipe.run.select_best:
             self._checkpoint()
@@ -250,37 +312,55 @@ class Trainer:
         at, folder = self.at, self.folder / CHECKPOINTS
         self._settle()
         at.metrics_bytes = self.log.position()
-        if at == self.saved:
+        if self.mesh.share(at == self.saved):
             return
-        state = self.model.state_dict()
-        for name, tensor in state.items():
-            if tensor.is_floating_point() and not math.isfinite(float(tensor.sum(dtype=torch.float32))):
-                raise UserError(self._diverged(f"'{name}' is not finite after step {at.step:,}"))
+        self._refuse_unsound()
         other = {
             "position": asdict(at),
-            "reader": self.reader.state(),
+            "reader": self.reader.state(self.bookmark),
             "optimizer": self.optimizer.state_dict(),
-            "random": checkpoint.random_state(self.device.torch),
             "recipe_hash": self.recipe.hash(),
         }
-        checkpoint.save(folder, at.step, state, other)
+        own = {"random": checkpoint.random_state(self.device.torch), "loss_sum": self.loss_sum.item()}
+        dense = checkpoint.dense_state(self.model, self.embeddings)
+        checkpoint.save(folder, at.step, dense, other, embeddings=self.embeddings, own=own, mesh=self.mesh)
         self.saved = replace(at)
-        checkpoint.prune(folder, self.recipe.run.keep_checkpoints, [] if at.best_step is None else [at.best_step])
+        protected = [] if at.best_step is None else [at.best_step]
+        checkpoint.prune(folder, self.recipe.run.keep_checkpoints, protected, mesh=self.mesh)
+        self.exchange.skip()
         self.clock = time.perf_counter()
 
+    def _refuse_unsound(self) -> None:
+        """What is not finite is never saved, on whichever rank it is."""
+        found = next(
+            (
+                name
+                for name, tensor in tensors_of(self.model, self.embeddings)
+                if tensor.is_floating_point() and not math.isfinite(float(tensor.sum(dtype=torch.float32)))
+            ),
+            None,
+        )
+        name = next((name for name in self.mesh.gather(found) if name is not None), None)
+        if name is not None:
+            raise UserError(self._diverged(f"'{name}' is not finite after step {self.at.step:,}"))
+
     def _resume(self) -> None:
-        newest = checkpoint.latest(self.folder / CHECKPOINTS)
+        newest = checkpoint.latest(self.folder / CHECKPOINTS, mesh=self.mesh)
         if newest is None:
             self.shown.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
+            seed_rank(self.recipe.run.seed, self.mesh)
             return
-        saved = checkpoint.load(newest)
-        load_weights(self.model, saved)
+        saved = load_weights(self.model, self.embeddings, newest, self.mesh)
         load_dense_optimizer(self.optimizer, saved.other["optimizer"])
         self.reader.restore(saved.other["reader"])
-        checkpoint.set_random_state(saved.other["random"], self.device.torch)
         self.at = Position(**saved.other["position"])
-        self.loss_sum.fill_(self.at.loss_sum)
         self.saved = replace(self.at)
+        if saved.own is not None and saved.world == self.mesh.world:
+            checkpoint.set_random_state(saved.own["random"], self.device.torch)
+            self.loss_sum.fill_(saved.own.get("loss_sum", self.at.loss_sum))
+        else:
+            seed_rank(self.recipe.run.seed, self.mesh, self.at.step)
+            self.loss_sum.fill_(self.at.loss_sum if self.mesh.rank == 0 else 0.0)
         self.shown.say(f"resumed {self.folder} at step {self.at.step:,}")
 
     def _diverged(self, what: str) -> str:

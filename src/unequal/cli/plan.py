@@ -1,0 +1,117 @@
+"""`unequal plan`: where the tables of a recipe would go on given machines, why, and at what cost, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..errors import UserError
+from .errors import one_line_errors
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+    from ..plan.topology import Topology
+
+SHOWN_TABLES, SHOWN_RANKS = 60, 16
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or `default`.")],
+    topology: Annotated[
+        Path | None,
+        typer.Option("--topology", metavar="FILE", help="The machines, as TOML; without it, machines like this one."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", metavar="N", min=1, help="Ranks in all [default: the topology's, the GPUs here, or 2]."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", min=1, help="Machines that the ranks are on [default: 1].")
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option("--device", help="What the ranks compute on, where no topology says it."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field: --set run.batch_size=4096")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PLAN", help="Where the plan is saved [default: RECIPE's name.plan.json]."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")] = None,
+) -> None:
+    """Say where a recipe's tables would go on some machines, and why, and save that for `unequal train --plan`."""
+    with one_line_errors():
+        from .commands import _check_output, _write
+
+        _check_output(json)
+        from ..recipe import load_recipe
+        from ..train.planning import plan_recipe
+
+        chosen = load_recipe(recipe, overrides or ())
+        path = Path(f"{chosen.name}.plan.json") if out is None else out
+        if path.is_dir():
+            raise UserError(f"--out {path}: expected a file, got a folder; name the file")
+        made = plan_recipe(chosen, _machines(topology, ranks, nodes, device))
+        made.save(path)
+        show_plan(made)
+        print(f"plan: {path}")
+        _write(json, made.to_json())
+
+
+def _machines(file: Path | None, ranks: int | None, nodes: int | None, device: str | None) -> Topology:
+    """The topology that the options mean together."""
+    from ..plan.topology import Topology
+
+    if file is not None:
+        known = Topology.load(file)
+        if device is not None and device != known.device:
+            raise UserError(f"--device {device}: expected {known.device}, as {file} says; leave the option out")
+        count = nodes or (known.nodes if ranks is None or ranks % known.nodes == 0 else 1)
+        size = known.ranks_per_node if ranks is None else ranks // count
+        _check(ranks, count)
+        return known.resized(count, size)
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = device or ("cuda" if gpus else "cpu")
+    count = nodes or 1
+    ranks = ranks or count * (gpus if device == "cuda" and gpus else 2)
+    _check(ranks, count)
+    return Topology.here(ranks, ranks // count, device)
+
+
+def _check(ranks: int | None, nodes: int) -> None:
+    if ranks is not None and (ranks % nodes or ranks < nodes):
+        raise UserError(f"--ranks {ranks}: expected as many on each of the {nodes} nodes; choose a multiple of {nodes}")
+
+
+def show_plan(plan: Plan) -> None:
+    """Tables, ranks, bottleneck and both balances."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..plan import explain
+
+    console = Console()
+    console.print(explain.heading(plan), highlight=False, markup=False)
+    for title, header, right, (rows, left) in (
+        ("tables", explain.TABLE_HEADER, (3, 4, 5, 6, 9), explain.table_rows(plan, SHOWN_TABLES)),
+        ("ranks", explain.RANK_HEADER, range(6), explain.rank_rows(plan, SHOWN_RANKS)),
+    ):
+        table = Table(title=title, title_justify="left")
+        for k, name in enumerate(header):
+            table.add_column(name, justify="right" if k in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+        if left:
+            console.print(f"… and {left:,} more, all of them in the file", highlight=False, markup=False)
+    console.print(f"bottleneck: {plan.bottleneck}", highlight=False, markup=False)
+    console.print(f"balance: {explain.balance_text(plan)}", highlight=False, markup=False)

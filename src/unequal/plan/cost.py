@@ -1,0 +1,371 @@
+"""The cost model: what a table in a placement asks of every rank in a step, bytes over rates. docs/cost_model.md has every term.
+
+All of a table's costs are one array [parts, ranks], so that costs of tables add up and a table can be taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .memory import ID_BYTES, LOOKUP_BYTES, STATISTICS, directory_bytes, exchange_bytes, slab_rows
+from .placement import Codec, TablePlacement
+from .shape import Cut, Shapes, Told
+from .topology import Topology
+from .workload import TableLoad
+
+Floats = npt.NDArray[np.float64]
+ID = 8
+LINE = 64
+"""What finding a row costs beside its own bytes: a cache line and its page. An update finds row and state."""
+APART = 5
+"""How many times the fused update of a row costs what is added where its statistics must be brought together first."""
+CUT_OUT = 2
+"""How many times a plain copy costs what brings sums of a feature into a message and out of it: they lie in columns."""
+SUMS_HELD = 1.5
+"""How many times as much of them is held at a time."""
+SUMS_HOST = 2
+"""How many times the host's work for a piece is that for a piece whose sums travel: lengths are dealt out with the ids."""
+STATISTICS_HOST = 4
+"""How many times it is that for a piece held here whose rows' statistics must be brought together."""
+BLOCK = 0.25
+"""Of the host's work for a piece: that for a block of it in a message that is answered."""
+DEAL = 2
+"""Of what it costs to make ids unique: sorting the distinct ones by owner."""
+LOCATE = 0.25
+"""Of what it costs to make ids unique: finding them in a directory that holds them."""
+
+
+class Part(IntEnum):
+    """Rows of a cost array. Seconds, then bytes on the links, then bytes of memory."""
+
+    READ = 0
+    UPDATE = 1
+    INDEX = 2
+    COPY = 3
+    HOST = 4
+    ROWS_SENT_INSIDE = 5
+    ROWS_RECEIVED_INSIDE = 6
+    ROWS_SENT_ACROSS = 7
+    ROWS_RECEIVED_ACROSS = 8
+    BACK_SENT_INSIDE = 9
+    """ids and gradients, which go the other way"""
+    BACK_RECEIVED_INSIDE = 10
+    BACK_SENT_ACROSS = 11
+    BACK_RECEIVED_ACROSS = 12
+    WEIGHTS = 13
+    OPTIMIZER = 14
+    DIRECTORY = 15
+    BUFFERS = 16
+    INPUTS = 17
+    WITH_SUMS = 18
+    """how many tables use a way of exchange that has collectives of its own"""
+    WITH_REPLICAS = 19
+    WITH_STATISTICS = 20
+
+
+SECONDS = slice(Part.READ, Part.HOST + 1)
+MEMORY = slice(Part.WEIGHTS, Part.INPUTS + 1)
+
+
+def row_bytes(width: int, codec: Codec) -> float:
+    """Of one row on the wire."""
+    return {"fp32": 4 * width, "fp16": 2 * width, "bf16": 2 * width, "int8": width + 4}[codec]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all tables have in common."""
+
+    topology: Topology
+    batch_size: int
+    """of all ranks together"""
+    forward: Codec = "fp32"
+    backward: Codec = "fp32"
+    unique_per_node: bool = True
+    fixed: dict[str, int] = field(default_factory=dict)
+    """bytes of every rank that no plan changes: process, dense part, reader"""
+
+    @property
+    def share(self) -> int:
+        """samples of a rank"""
+        return -(-self.batch_size // self.topology.world)
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return (self.forward, self.backward)
+
+    @property
+    def two_hops(self) -> bool:
+        return self.unique_per_node and self.topology.nodes > 1
+
+    @property
+    def limit(self) -> int:
+        """bytes of each rank that tables may take"""
+        return self.topology.usable_memory - sum(self.fixed.values())
+
+
+class Numbers:
+    """What is known of some tables, as columns [tables, 1], so that one formula serves one table and a thousand."""
+
+    def __init__(self, loads: Sequence[TableLoad], setting: Setting) -> None:
+        def column(value: Callable[[TableLoad], float]) -> Floats:
+            return np.array([[value(load)] for load in loads], np.float64)
+
+        share, batch = setting.share, setting.batch_size
+        self.rank = column(lambda load: load.distinct(share))
+        """distinct ids in the samples of a rank"""
+        self.node = column(lambda load: load.distinct(min(share * setting.topology.ranks_per_node, batch)))
+        self.all = column(lambda load: load.distinct(batch))
+        self.lookups = column(lambda load: load.ids * share)
+        """ids that a rank reads"""
+        self.vectors = column(lambda load: load.pooled * share)
+        """pooled outputs of a rank"""
+        self.outputs = column(lambda load: load.output_rows * share)
+        self.dim = column(lambda load: load.table.dim)
+        self.item = column(lambda load: load.table.dtype.itemsize)
+        self.rows = column(lambda load: load.rows)
+        self.entries = column(lambda load: load.entries)
+        self.hashed = column(lambda load: load.table.rows is None)
+        self.counted = column(lambda load: load.table.admit_after > 1)
+        self.statistics = column(lambda load: load.statistics)
+        self.per_row = column(lambda load: load.optimizer.state_bytes_per_row(0))
+        self.per_value = column(lambda load: load.optimizer.state_bytes_per_row(1)) - self.per_row
+
+    def take(self, numbers: Sequence[int]) -> Numbers:
+        """Some of the tables."""
+        part = Numbers.__new__(Numbers)
+        for name, values in vars(self).items():
+            setattr(part, name, values[list(numbers)])
+        return part
+
+    def state(self, width: float) -> Floats:
+        """bytes of optimizer state of a row of so many columns"""
+        state: Floats = self.per_row + self.per_value * width
+        return state
+
+
+class Pricer:
+    """Prices placements of tables. Replace `price_many` to price otherwise."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.topology = setting, setting.topology
+        self.nodes, self.size = self.topology.nodes, self.topology.ranks_per_node
+        self.world = self.topology.world
+        self.shapes = Shapes(self.nodes, self.size)
+
+    def numbers(self, loads: Sequence[TableLoad]) -> Numbers:
+        return Numbers(loads, self.setting)
+
+    def price(self, load: TableLoad, placement: TablePlacement) -> Floats:
+        """[parts, ranks]: what a step and the table's memory take of each rank."""
+        return self.price_many(self.numbers([load]), 1, placement)[:, 0]
+
+    def price_many(self, tables: Numbers, count: int, placement: TablePlacement) -> Floats:
+        """[parts, tables, ranks]: of several tables of one dim, each placed like this."""
+        cost = np.zeros((len(Part), count, self.world))
+        replicated = placement.kind == "data_parallel"
+        if not placement.sums and not replicated:
+            self._read_once(cost, tables)
+        cuts, told = self.shapes.of(placement.pieces)
+        for cut in cuts:
+            if replicated:
+                self._replicas(cost, tables, cut.width)
+            elif placement.sums:
+                self._sums(cost, tables, cut)
+            else:
+                self._rows(cost, tables, cut)
+            self._hold(cost, tables, cut, 1 if replicated else cut.parts)
+        if told is not None:
+            self._statistics(cost, tables, told, len(placement.pieces))
+            held = STATISTICS_HOST * sum((cut.owners for cut in cuts), np.zeros(self.world))
+            cost[Part.HOST] += (tables.statistics > 0) * held * self.topology.compute.seconds_per_piece
+        cost[Part.WITH_SUMS] = placement.sums
+        cost[Part.WITH_REPLICAS] = replicated
+        cost[Part.HOST] += (len(placement.pieces) + BLOCK * self._blocks(placement, cuts)) * self._host(placement)
+        cost[Part.BUFFERS] += 2 * tables.outputs * tables.dim * 4
+        cost[Part.INPUTS] += tables.lookups * LOOKUP_BYTES
+        return cost
+
+    def _host(self, placement: TablePlacement) -> float:
+        return self.topology.compute.seconds_per_piece * (SUMS_HOST if placement.sums else 1)
+
+    def _blocks(self, placement: TablePlacement, cuts: Sequence[Cut]) -> Floats:
+        """[ranks]: messages' blocks that a rank answers, one for each that asks and each piece it holds."""
+        owners = sum((cut.owners for cut in cuts), np.zeros(self.world))
+        if placement.sums or placement.kind == "data_parallel" or not self.setting.two_hops:
+            return owners * self.world
+        return self.shapes.of_lane(owners) * self.size + owners * self.nodes
+
+    def _hold(self, cost: Floats, tables: Numbers, cut: Cut, parts: int) -> None:
+        """Memory of the shards."""
+        rows, row = np.ceil(tables.rows / parts), cut.width * tables.item
+        if self.topology.device == "cuda":
+            rows = np.where(tables.hashed, slab_rows(rows, row), rows)
+        cost[Part.WEIGHTS] += cut.owners * rows * row
+        cost[Part.OPTIMIZER] += cut.owners * rows * tables.state(cut.width)
+        cost[Part.DIRECTORY] += cut.owners * directory_bytes(np.ceil(tables.entries / parts))
+
+    def _read_once(self, cost: Floats, tables: Numbers) -> None:
+        """What every rank does with its own ids, however the rows come: unique, pool or spread, and sum gradients."""
+        rates, wide = self.topology.compute, 4 * tables.dim
+        cost[Part.INDEX] += tables.lookups * ID / rates.ids
+        # The rows that came lie together, and a row that was read lately is near: both are read at the rate of copies.
+        cost[Part.READ] += (tables.lookups + tables.rank) * wide / rates.copies
+        cost[Part.UPDATE] += (tables.lookups * wide + tables.rank * (2 * wide + LINE)) / rates.updates
+
+    def _rows(self, cost: Floats, tables: Numbers, cut: Cut) -> None:
+        """Distinct ids to their owners, rows back, gradients there."""
+        rates, setting, own, of_rank, of_node = self.topology.compute, self.setting, cut.held, tables.rank, tables.node
+        if setting.two_hops:
+            lane = self.shapes.of_lane(own)
+            inside = of_rank * (cut.pieces - lane), of_rank * (lane * (self.size - 1))
+            across = of_node * (lane - own), of_node * (own * (self.nodes - 1))
+            between, answered = of_rank * (lane * self.size), of_node * (own * self.nodes)
+            asked = of_rank * cut.pieces + of_node * lane
+        else:
+            near = self.shapes.of_node(own)
+            inside = of_rank * (near - own), of_rank * (own * (self.size - 1))
+            across = of_rank * (cut.pieces - near), of_rank * (own * (self.world - self.size))
+            between, answered = np.zeros(1), of_rank * (own * self.world)
+            asked = of_rank * cut.pieces
+        forward, backward = row_bytes(cut.width, setting.forward), row_bytes(cut.width, setting.backward)
+        self._link(cost, inside, across, forward, ID * (1 + tables.counted) + backward)
+
+        wide = 4 * cut.width
+        cost[Part.READ] += self._reads(tables, cut.width, answered, tables.all * own) + between * (wide / rates.copies)
+        cost[Part.UPDATE] += self._updates(tables, cut.width, answered, tables.all * own)
+        cost[Part.UPDATE] += between * ((wide + LINE) / rates.updates)
+        dealt = DEAL * asked * (cut.parts > 1)
+        cost[Part.INDEX] += (between + dealt + answered * (LOCATE * tables.hashed)) * (ID / rates.ids)
+        moved = asked + answered + between
+        cost[Part.COPY] += self._copies(moved, cut.width)
+        cost[Part.BUFFERS] += exchange_bytes(moved, cut.width, self.setting.codecs)
+        cost[Part.INPUTS] += moved * ID_BYTES
+
+    def _sums(self, cost: Floats, tables: Numbers, cut: Cut) -> None:
+        """All ids to the owners, which pool: a vector per owner, feature and sample comes back."""
+        rates, setting, owners, vectors = self.topology.compute, self.setting, cut.owners, tables.vectors
+        near = self.shapes.of_node(owners)
+        inside = vectors * (near - owners), vectors * (owners * (self.size - 1))
+        across = vectors * (owners.sum() - near), vectors * (owners * (self.world - self.size))
+        forward, backward = row_bytes(cut.width, setting.forward), row_bytes(cut.width, setting.backward)
+        per_vector = tables.lookups * ID / cut.parts / np.maximum(1, vectors)
+        self._link(cost, inside, across, forward, backward + ID + per_vector)
+
+        looked_up = tables.lookups * (self.world * cut.held)
+        moved = vectors * (self.world * owners + cut.parts * cut.pieces)
+        cost[Part.READ] += self._reads(tables, cut.width, looked_up, tables.all * cut.held)
+        cost[Part.UPDATE] += self._updates(tables, cut.width, looked_up, tables.all * cut.held)
+        located = tables.lookups * cut.pieces + looked_up * tables.hashed
+        cost[Part.INDEX] += LOCATE * located * ID / rates.ids
+        cost[Part.COPY] += CUT_OUT * self._copies(moved, cut.width)
+        cost[Part.BUFFERS] += exchange_bytes(SUMS_HELD * moved, cut.width, self.setting.codecs)
+        cost[Part.INPUTS] += (moved + looked_up) * ID_BYTES
+
+    def _replicas(self, cost: Floats, tables: Numbers, dim: int) -> None:
+        """Rows are read where they are; ids and gradients go to everyone, in one hop."""
+        rates, one, backward = self.topology.compute, np.ones(self.world), row_bytes(dim, self.setting.backward)
+        inside, across = tables.rank * ((self.size - 1) * one), tables.rank * ((self.world - self.size) * one)
+        self._link(cost, (inside, inside), (across, across), 0.0, ID * (1 + tables.counted) + backward)
+        came = tables.rank * self.world
+        cost[Part.INDEX] += (tables.lookups + came * LOCATE) * ID / rates.ids
+        cost[Part.READ] += self._reads(tables, dim, tables.lookups, tables.rank)
+        cost[Part.UPDATE] += (tables.lookups * dim * 4 + tables.rank * (8 * dim + LINE)) / rates.updates
+        cost[Part.UPDATE] += self._updates(tables, dim, came, tables.all)
+        cost[Part.COPY] += self._copies(came, dim)
+        # What goes to everyone is written once for each.
+        cost[Part.BUFFERS] += exchange_bytes(2 * came, dim, self.setting.codecs)
+        cost[Part.INPUTS] += came * ID_BYTES
+
+    def _statistics(self, cost: Floats, tables: Numbers, told: Told, pieces: int) -> None:
+        """Column pieces of a row-wise optimizer: every owner tells the others its columns' part of each row's statistics."""
+        each = tables.all * 4 * tables.statistics
+        for part, share in ((Part.BACK_SENT_INSIDE, told.inside), (Part.BACK_SENT_ACROSS, told.across)):
+            cost[part] += each * share
+            cost[part + 1] += each * share
+        # Not the fused kernel: gradients are summed, rows and state read, changed and written, each in a pass of its own.
+        width, needed = tables.dim / pieces, tables.statistics > 0
+        row = width * (tables.item + 8) + tables.per_row + tables.per_value * width
+        apart = APART * needed * tables.all * (2 * row + 2 * LINE) / self.topology.compute.updates
+        cost[Part.UPDATE] += apart * told.rows
+        cost[Part.WITH_STATISTICS] = needed
+        cost[Part.BUFFERS] += STATISTICS * needed * tables.all * 4 * width * told.rows
+
+    def _link(self, cost: Floats, inside: Any, across: Any, forward: Any, backward: Any) -> None:
+        """(asked, answered) entries over each class of links: bytes of an entry forward, and back."""
+        for (asked, answered), rows, back in (
+            (inside, Part.ROWS_SENT_INSIDE, Part.BACK_SENT_INSIDE),
+            (across, Part.ROWS_SENT_ACROSS, Part.BACK_SENT_ACROSS),
+        ):
+            cost[rows] += answered * forward
+            cost[rows + 1] += asked * forward
+            cost[back] += asked * backward
+            cost[back + 1] += answered * backward
+
+    def _reads(self, tables: Numbers, width: int, lookups: Floats, rows: Floats) -> Floats:
+        """So many lookups of so many distinct rows: the first of each is at a random place, the others are near."""
+        row, rates = width * tables.item, self.topology.compute
+        seconds: Floats = rows * (row + LINE) / rates.reads + np.maximum(lookups - rows, 0) * row / rates.copies
+        return seconds
+
+    def _updates(self, tables: Numbers, width: int, gradients: Floats, rows: Floats) -> Floats:
+        row = width * tables.item + tables.state(width)
+        seconds: Floats = (gradients * (4 * width) + rows * (2 * row + 2 * LINE)) / self.topology.compute.updates
+        return seconds
+
+    def _copies(self, rows: Floats, width: int) -> Floats:
+        """Messages are put together and, where they travel in another precision, changed there and back: in both directions."""
+        each = 0.0
+        for codec in (self.setting.forward, self.setting.backward):
+            each += 8 * width + (0 if codec == "fp32" else 4 * width + row_bytes(width, codec))
+        seconds: Floats = rows * (each / self.topology.compute.copies)
+        return seconds
+
+    def seconds(self, cost: Floats) -> Floats:
+        """[ranks]: how long a step keeps each rank busy with all tables."""
+        seconds: Floats = self.own_seconds(cost) + self.messages(cost)
+        return seconds
+
+    def own_seconds(self, cost: Floats) -> Floats:
+        """[ranks]: without the messages that all tables share."""
+        seconds: Floats = cost[SECONDS].sum(0) + self.exchange_seconds(cost)
+        return seconds
+
+    def exchange_seconds(self, cost: Floats) -> Floats:
+        """A link carries both directions at a time, so the larger one counts."""
+        inside, across = self.link_seconds(cost)
+        return inside + across
+
+    def link_seconds(self, cost: Floats) -> tuple[Floats, Floats]:
+        """Inside nodes and across."""
+
+        def busier(rows: Part, back: Part) -> Floats:
+            both: Floats = np.maximum(cost[rows], cost[rows + 1]) + np.maximum(cost[back], cost[back + 1])
+            return both
+
+        return (
+            busier(Part.ROWS_SENT_INSIDE, Part.BACK_SENT_INSIDE) / self.topology.inside.bytes_per_second,
+            busier(Part.ROWS_SENT_ACROSS, Part.BACK_SENT_ACROSS) / self.topology.across.bytes_per_second,
+        )
+
+    def messages(self, cost: Floats) -> float:
+        """Seconds of a step's messages apart from their bytes. All tables share them: counts, ids, rows, gradients."""
+        nodes, size = self.nodes, self.size
+        inside = (size - 1) * self.topology.inside.seconds_per_message
+        across = (nodes - 1) * self.topology.across.seconds_per_message
+        direct, lane = inside + size * across, inside + across
+        total = 4 * (lane if self.setting.two_hops else direct)
+        total += 4 * direct * bool(cost[Part.WITH_SUMS].any())
+        total += 3 * direct * bool(self.setting.two_hops and cost[Part.WITH_REPLICAS].any())
+        total += direct * bool(cost[Part.WITH_STATISTICS].any())
+        return total
+
+    def memory(self, cost: Floats) -> Floats:
+        """[ranks]: bytes of each rank, without the fixed part."""
+        held: Floats = cost[MEMORY].sum(0)
+        return held
