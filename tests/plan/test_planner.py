@@ -272,3 +272,15 @@ def test_a_thousand_tables_on_128_ranks_in_under_ten_seconds() -> None:
     seconds = [rank.total_seconds for rank in plan.ranks]
     assert max(seconds) < 1.25 * np.mean(seconds)
     assert plan.balanced.keys() == {"greedy", "differencing"}
+
+
+def test_a_module_without_memory_is_planned_and_made_from_the_plan() -> None:
+    import unequal as uq
+
+    features = {"a": uq.Feature(uq.Table("t", 100, dim=8)), "b": uq.Feature(uq.Table("u", dim=4), None)}
+    module = uq.Embeddings(features, device="meta")
+    plan = uq.make_plan(module, machines(1, 1), batch_size=16)
+    assert isinstance(plan, uq.Plan) and isinstance(plan, uq.Placement)
+    made = uq.shard(module, plan, device="cpu")
+    out = made({"a": torch.tensor([1, 2]), "b": torch.tensor([5, 2**40])})
+    assert out["a"].shape == (2, 8) and made.placement.tables == plan.tables

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from unequal.batch import Batch
+from unequal.data.reader import Reader
 from unequal.errors import UserError
+from unequal.exchange.mesh import Mesh
 from unequal.plan.plan import predict_memory
 from unequal.plan.topology import Topology
 from unequal.recipe import load_recipe, load_run
 from unequal.train.planning import dense_bytes, load_plan, plan_recipe, recipe_inputs
+from unequal.train.session import open_data
 
 
 def machines(nodes: int = 1, size: int = 2) -> Topology:
@@ -84,14 +85,9 @@ def test_memory_has_every_part(shared_clicks: Path) -> None:
 
 
 def test_activations_grow_with_the_model(shared_clicks: Path) -> None:
-    ids = np.random.default_rng(0).integers(0, 30, 64)
     recipe = load_recipe(shared_clicks)
-    from unequal.exchange.mesh import Mesh
-    from unequal.train.planning import _sample
-    from unequal.train.session import open_data
-
-    batch: Batch = _sample(recipe, open_data(recipe, Mesh()))[0][0]
-    assert batch.size == len(ids)
+    data = open_data(recipe, Mesh())
+    batch = next(iter(Reader(data, part="train", batch_size=64)))
     few, many = dense_bytes(recipe, batch), dense_bytes(load_recipe(shared_clicks, ["model.top=[512, 512]"]), batch)
     assert many[0] > few[0] + 4 * 512 * 512 and many[1] > few[1] + 2 * 512 * 4
 

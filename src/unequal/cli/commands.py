@@ -132,7 +132,7 @@ def evaluate(
     ] = None,
     part: Annotated[
         Literal["train", "validation", "test", "all"] | None,
-        typer.Option("--part", help="Which part to score [default: test, or all rows of DATA]."),
+        typer.Option("--part", help="Which part to score; by default test, or all rows of DATA."),
     ] = None,
     json: Json = None,
     device: Where = "auto",

@@ -26,11 +26,11 @@ def plan(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", metavar="N", min=1, help="Ranks in all [default: the topology's, the GPUs here, or 2]."
+            "--ranks", metavar="N", min=1, help="Ranks in all; by default the topology's, the GPUs here, or 2."
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, help="Machines that the ranks are on [default: 1].")
+        int | None, typer.Option("--nodes", metavar="N", min=1, help="Machines that the ranks are on; by default 1.")
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
@@ -41,7 +41,7 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="PLAN", help="Where the plan is saved [default: RECIPE's name.plan.json]."),
+        typer.Option("--out", metavar="PLAN", help="Where the plan is saved; by default RECIPE's name.plan.json."),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")] = None,
 ) -> None:

@@ -118,21 +118,29 @@ class Chooser:
         return [[priced[k][one] for one in each] for k, each in enumerate(options)]
 
     def choose(self) -> Solution:
-        """The best of several beginnings, improved."""
+        """The best of several beginnings, improved. Beginnings are compared by one method of balance, the best is given both."""
         for weight in MEMORY_WEIGHTS:
             ways = [(sums, replicas, 0.0) for sums in (True, False) for replicas in (True, False)]
-            best, way = self._best(weight, ways)
-            better, _ = self._best(weight, [(*way[:2], evenness) for evenness in EVENNESS])
-            best = min(best, better, key=lambda solution: solution.score)
+            found = self._begin(weight, ways)
+            way = min(ways, key=lambda way: found[way].score)
+            found |= self._begin(weight, [(*way[:2], evenness) for evenness in EVENNESS])
+            best = self.balance(min(found.values(), key=lambda solution: solution.score).candidates)
             if not best.short:
                 break
         return self.improve(best)
 
-    def _best(
+    def _begin(
         self, weight: float, ways: Sequence[tuple[bool, bool, float]]
-    ) -> tuple[Solution, tuple[bool, bool, float]]:
-        found = [(self.balance(self.pick(weight, *way)), way) for way in ways]
-        return min(found, key=lambda pair: pair[0].score)
+    ) -> dict[tuple[bool, bool, float], Solution]:
+        method = next(iter(self.balancers.values()))
+        known: dict[tuple[Candidate, ...], Solution] = {}
+        found = {}
+        for way in ways:
+            chosen = tuple(self.pick(weight, *way))
+            if chosen not in known:
+                known[chosen] = self.place(chosen, method)
+            found[way] = known[chosen]
+        return found
 
     def pick(self, memory_weight: float, sums: bool, replicas: bool, evenness: float) -> list[Candidate]:
         """Each table's cheapest candidate: by its mean time, and by what it makes single ranks busier or fuller."""
@@ -159,9 +167,8 @@ class Chooser:
         """The candidates placed by each method; the better one."""
         best: Solution | None = None
         balanced: dict[str, float | None] = {}
-        free = [k for k, candidate in enumerate(chosen) if not candidate.fixed]
         for name, method in self.balancers.items():
-            solution = self.place(chosen, free, method)
+            solution = self.place(chosen, method)
             balanced[name] = None if solution.short else float(solution.seconds.max())
             if best is None or solution.score < best.score:
                 best = solution
@@ -169,7 +176,7 @@ class Chooser:
         best.balanced = balanced
         return best
 
-    def place(self, chosen: Sequence[Candidate], free: Sequence[int], method: Balancer) -> Solution:
+    def place(self, chosen: Sequence[Candidate], method: Balancer) -> Solution:
         """Fixed ones are where they are. Then what goes to nodes, over the nodes; then what goes to ranks, over the ranks."""
         size, nodes, world = self.topology.ranks_per_node, self.topology.nodes, self.topology.world
         placements: list[TablePlacement | None] = [None] * len(chosen)
@@ -184,6 +191,7 @@ class Chooser:
         for k, candidate in enumerate(chosen):
             if candidate.fixed:
                 settle(k, self._begun[candidate, self.loads[k].table.dim])
+        free = [k for k, candidate in enumerate(chosen) if not candidate.fixed]
         hierarchical = [k for k in free if chosen[k].kind not in ("table_wise", "column_wise")]
         if hierarchical:
             seconds, memory = self._now(total)

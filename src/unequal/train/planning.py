@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import ctypes
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}
 """numbers per parameter that the dense part's optimizer keeps"""
 PROCESS = {"cpu": 467 << 20, "cuda": 600 << 20}
 """Resident before the first table: interpreter, torch, Arrow and their scratch; on a GPU the context and kernels there."""
-VALUE_BYTES, LISTED_BYTES = 25, 40
+VALUE_BYTES, LISTED_BYTES = 22, 48
 """of every value of a window, and of every one in a list: as it is read, converted, shuffled, and of the window that is next"""
 ARROW_VALUES = 2**21
 """whose bytes Arrow keeps for itself while it reads, at most"""
@@ -71,7 +72,18 @@ def plan_recipe(
         unique_per_node=recipe.exchange.unique_per_node,
         fixed=_fixed(recipe, topology, sample[0], data, loads),
     )
+    del sample
+    _give_back()
     return (planner or Planner()).plan(loads, setting, _inputs(recipe, topology))
+
+
+def _give_back() -> None:
+    """What the sample took, to the system: training reads its own windows, and what lies between could not be used for them."""
+    import pyarrow
+
+    pyarrow.default_memory_pool().release_unused()
+    with suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load_plan(
@@ -197,8 +209,7 @@ def _reader_bytes(recipe: Recipe, data: Dataset, loads: Mapping[str, TableLoad])
 
 def dense_bytes(recipe: Recipe, batch: Batch) -> tuple[int, float]:
     """Bytes of the dense part's parameters, and of what one sample leaves behind for the backward pass. Found by a small step."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of models that are never trained
+    with torch.random.fork_rng(devices=[]):
         features = {name: replace(f, table=replace(f.table, rows=None)) for name, f in build_tables(recipe).items()}
         embeddings = Embeddings(features, optimizer=recipe.optimizer.build_tables(), seed=recipe.run.seed)
         config = recipe.data

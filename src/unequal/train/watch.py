@@ -162,9 +162,9 @@ class Watch:
         with self._lock:
             if self._failure is not None:
                 return
+            if pass_on:  # before it is known here: whoever knows it may leave, and close the others' connections
+                self._send(failure)
             self._failure = failure
-        if pass_on:
-            self._send(failure)
         self._known.set()
         if not self._ended.wait(LATE_SECONDS):
             self._on_late(failure)
