@@ -117,8 +117,10 @@ class ShardedEmbeddings(SpreadTables):
                 read(self._kernels, step.local, pooled, parts)
         if step.bags is not None and self._sum_exchange is not None:
             assert pooled is not None
+            with self._timed("read"):
+                sums = self._sum_exchange.pool(step.bags)
             with self._timed("bags"):
-                self._sum_exchange.fetch(step.bags, step.size, pooled)
+                self._sum_exchange.fetch(step.bags, sums, pooled)
                 for name, lengths in self._mean_lengths(step).items():
                     if lengths is not None:
                         spec = self._specs[name]

@@ -136,14 +136,18 @@ class SumExchange:
         index = np.arange(len(self.specs), dtype=np.int64)
         return Request([s.rows for s in storages], self.specs, size, index, flat, flat, offsets, None, bounds)
 
-    def fetch(self, bags: Bags, size: int, pooled: Tensor) -> None:
-        """Fills the features' columns of the pooled output with their sums."""
-        like = torch.empty(0, device=self.device)
-        out = self.mesh.empty((bags.request.size, self.columns), like)
+    def pool(self, bags: Bags) -> Tensor:
+        """The sums over the rows that are held here, of all ranks' bags."""
+        out = self.mesh.empty((bags.request.size, self.columns), torch.empty(0, device=self.device))
         if self.columns:
             read(self.kernels, bags.request, out, [])
-        by_rank = torch.split(out, bags.sizes.tolist())
-        blocks = [part[:, s.place : s.place + s.dim].reshape(-1) for part in by_rank for s in self.specs]
+        return out
+
+    def fetch(self, bags: Bags, sums: Tensor, pooled: Tensor) -> None:
+        """Sends what `pool` gave to whom it belongs, and fills the features' columns of the pooled output."""
+        size = pooled.shape[0]
+        by_rank = torch.split(sums, bags.sizes.tolist())
+        blocks = [part[:, spec.place : spec.place + spec.dim] for part in by_rank for spec in self.specs]
         came = self._exchange(blocks, self._owned(bags), self._asked(size), self.forward_codec)
         filled: set[int] = set()
         for block, j in zip(came, [j for held in self.held_by for j in held]):
@@ -171,7 +175,7 @@ class SumExchange:
                 part = self.parts[j]
                 if j not in made:
                     own = gradient[:, part.column : part.column + part.width]
-                    made[j] = (own * factors[part.feature]).view(-1)
+                    made[j] = own * factors[part.feature]
                 blocks.append(made[j])
         came = self._exchange(blocks, self._asked(size), self._owned(bags), self.backward_codec)
         out = self.mesh.empty((bags.request.size, self.columns), gradient)
@@ -183,7 +187,9 @@ class SumExchange:
 
     def _exchange(self, blocks: list[Tensor], sent: RunsByRank, received: RunsByRank, codec: Codec) -> Sequence[Tensor]:
         """`sent` and `received`: (samples, width) of every block, by rank."""
-        flat = torch.cat(blocks) if blocks else torch.empty(0, device=self.device)
+        flat = self.mesh.empty((sum(block.numel() for block in blocks),), torch.empty(0, device=self.device))
+        for view, block in zip(torch.split(flat, [block.numel() for block in blocks]) if blocks else (), blocks):
+            view.view(block.shape).copy_(block)
         runs = [run for part in received for run in part]
         if self.mesh.world > 1:
             wire = encode(flat, [run for part in sent for run in part], codec)
