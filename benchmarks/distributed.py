@@ -296,8 +296,9 @@ def measure(name: str, workload: Workload, folder: Path, quick: bool) -> dict[st
 
 
 def first_step(folder: Path, quick: bool) -> dict[str, Any]:
-    """Seconds from the command to the end of the first training step of the default recipe on 2 ranks. The data is there."""
-    found = []
+    """Seconds from the command to the end of the first training step of the default recipe on 2 ranks, the data being there; and
+    what its plan said a rank would take at most, over what one took."""
+    found, memory = [], []
     for number in range(1 if quick else 6):
         report = folder / f"first-step-{number}.json"
         settings = ["run.steps=3", f'run.folder="{folder / f"first-step-{number}"}"']
@@ -305,8 +306,11 @@ def first_step(folder: Path, quick: bool) -> dict[str, Any]:
         run_ours(
             "unequal", 1, "-m", "unequal", "train", "default", "--ranks", str(WORLD), *chosen, "--json", str(report)
         )
-        found.append(json.loads(report.read_text())["seconds_to_first_step"])
-    return {"seconds": spread(found if quick else found[1:])}
+        told, planned = (json.loads(file.read_text()) for file in (report, folder / report.stem / "plan.json"))
+        found.append(told["seconds_to_first_step"])
+        predicted = max(sum(rank["memory"].values()) for rank in planned["ranks"])
+        memory.append(predicted / told["peak_memory_bytes"])
+    return {"seconds": spread(found if quick else found[1:]), "memory_predicted_over_measured": spread(memory)}
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def test_whatever_fails_on_one_rank_the_last_checkpoint_stays(tmp_path, monkeypa
             assert isinstance(result, CheckpointError), result
             assert f"rank {rank} of 3: " in str(result) and "No space left" in str(result)
             assert "\n" not in str(result)
-    if rank == 0 or not died:
+    if not died:  # while a rank dies the others still write; what they leave is removed by the next checkpoint, below
         assert not hidden(tmp_path), "what was begun is removed"
     assert checkpoint.list_steps(tmp_path) == [1]
     newest = checkpoint.latest(tmp_path)

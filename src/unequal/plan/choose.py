@@ -124,7 +124,9 @@ class Chooser:
             found = self._begin(weight, ways)
             way = min(ways, key=lambda way: found[way].score)
             found |= self._begin(weight, [(*way[:2], evenness) for evenness in EVENNESS])
-            best = self.balance(min(found.values(), key=lambda solution: solution.score).candidates)
+            method = next(iter(self.balancers.values()))
+            alike = [self.place(self._all_of(kind, way[0]), method) for kind in ("table_wise", "row_wise")]
+            best = self.balance(min([*found.values(), *alike], key=lambda solution: solution.score).candidates)
             if not best.short:
                 break
         return self.improve(best)
@@ -141,6 +143,15 @@ class Chooser:
                 known[chosen] = self.place(chosen, method)
             found[way] = known[chosen]
         return found
+
+    def _all_of(self, kind: str, sums: bool) -> list[Candidate]:
+        """Every table in one kind, where it can be. Two tables that fill a rank each are no beginning otherwise: one alone looks
+        uneven."""
+        chosen = []
+        for each in self.options:
+            allowed = [one for one in each if one.candidate.kind == kind and (sums or not one.candidate.sums)] or each
+            chosen.append(min(allowed, key=lambda one: one.seconds).candidate)
+        return chosen
 
     def pick(self, memory_weight: float, sums: bool, replicas: bool, evenness: float) -> list[Candidate]:
         """Each table's cheapest candidate: by its mean time, and by what it makes single ranks busier or fuller."""

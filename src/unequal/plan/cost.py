@@ -24,11 +24,11 @@ LINE = 64
 """What finding a row costs beside its own bytes: a cache line and its page. An update finds row and state."""
 APART = 5
 """How many times the fused update of a row costs what is added where its statistics must be brought together first."""
-CUT_OUT = 2
+CUT_OUT = 8
 """How many times a plain copy costs what brings sums of a feature into a message and out of it: they lie in columns."""
 SUMS_HELD = 1.5
 """How many times as much of them is held at a time."""
-SUMS_HOST = 2
+SUMS_HOST = 8
 """How many times the host's work for a piece is that for a piece whose sums travel: lengths are dealt out with the ids."""
 STATISTICS_HOST = 4
 """How many times it is that for a piece held here whose rows' statistics must be brought together."""
@@ -263,7 +263,7 @@ class Pricer:
         cost[Part.UPDATE] += self._updates(tables, cut.width, looked_up, tables.all * cut.held)
         located = tables.lookups * cut.pieces + looked_up * tables.hashed
         cost[Part.INDEX] += LOCATE * located * ID / rates.ids
-        cost[Part.COPY] += CUT_OUT * self._copies(moved, cut.width)
+        cost[Part.COPY] += self._copies(moved, cut.width) + CUT_OUT * moved * (16 * cut.width / rates.copies)
         cost[Part.BUFFERS] += exchange_bytes(SUMS_HELD * moved, cut.width, self.setting.codecs)
         cost[Part.INPUTS] += (moved + looked_up) * ID_BYTES
 
@@ -319,10 +319,11 @@ class Pricer:
         return seconds
 
     def _copies(self, rows: Floats, width: int) -> Floats:
-        """Messages are put together and, where they travel in another precision, changed there and back: in both directions."""
+        """Rows are read straight into messages and updated straight from them. Only where they travel in another precision are
+        they changed there and back, in both directions."""
         each = 0.0
         for codec in (self.setting.forward, self.setting.backward):
-            each += 8 * width + (0 if codec == "fp32" else 4 * width + row_bytes(width, codec))
+            each += 0 if codec == "fp32" else 4 * width + row_bytes(width, codec)
         seconds: Floats = rows * (each / self.topology.compute.copies)
         return seconds
 

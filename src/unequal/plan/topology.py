@@ -47,16 +47,16 @@ class ComputeRates:
     """the host's work for each piece of a table and step"""
 
 
-# CPU: two ranks of one thread each at the same time, on two cores with AVX2, gloo through the loopback. Links: all-to-all of
-# 1 MB, and of 8 bytes for the message. Reads and updates: 100,000 distinct rows of a table of 512 MB, dims 16 to 128, row-wise
-# AdaGrad; the bytes are counted as cost.py counts them. Ids: 200,000 ids with 50,000 distinct ones. Across: 10 Gbit/s Ethernet,
-# assumed.
+# CPU: two ranks of one thread each at the same time, on two cores with AVX2, gloo through the loopback. Bytes per second of a
+# link: all-to-all of 12 MB. The rest are what the phases of benchmarks/distributed.py took on workload P, table-wise by rows,
+# with the bytes counted as cost.py counts them; a message's seconds include that the ranks wait for each other. Across: 10 Gbit/s
+# Ethernet, assumed.
 # GPU: one H200 (docs/gpu.md) for reads, updates, copies and ids. Inside: half of NVLink's 600 GB/s in both directions. Across:
 # what all-to-all reached over RoCE on 128 GPUs, 7 of 25 GB/s. Seconds per message are assumed.
 LINKS: dict[str, dict[str, LinkRates]] = {
     "cpu": {
-        "inside": LinkRates(bytes_per_second=0.9e9, seconds_per_message=130e-6),
-        "across": LinkRates(bytes_per_second=0.9e9, seconds_per_message=250e-6),
+        "inside": LinkRates(bytes_per_second=0.9e9, seconds_per_message=2e-3),
+        "across": LinkRates(bytes_per_second=0.9e9, seconds_per_message=2.2e-3),
     },
     "cuda": {
         "inside": LinkRates(bytes_per_second=300e9, seconds_per_message=5e-6),
@@ -64,7 +64,7 @@ LINKS: dict[str, dict[str, LinkRates]] = {
     },
 }
 COMPUTE: dict[str, ComputeRates] = {
-    "cpu": ComputeRates(reads=1.6e9, updates=4e9, copies=5e9, ids=0.25e9, seconds_per_piece=150e-6),
+    "cpu": ComputeRates(reads=4e9, updates=7.5e9, copies=8e9, ids=0.8e9, seconds_per_piece=100e-6),
     "cuda": ComputeRates(reads=2e12, updates=1.5e12, copies=4.2e12, ids=50e9, seconds_per_piece=150e-6),
 }
 
