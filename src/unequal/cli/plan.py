@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..plan.topology import Topology
 
 SHOWN_TABLES, SHOWN_RANKS = 60, 16
+WIDE = 180
+"""columns of a terminal in which a table's reason fits beside the rest"""
 
 
 def plan(
@@ -93,6 +95,7 @@ def _check(ranks: int | None, nodes: int) -> None:
 
 def show_plan(plan: Plan) -> None:
     """Tables, ranks, bottleneck and both balances."""
+    from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -101,16 +104,23 @@ def show_plan(plan: Plan) -> None:
 
     console = Console()
     console.print(explain.heading(plan), highlight=False, markup=False)
-    for title, header, right, (rows, left) in (
+    narrow = console.width < WIDE
+    for title, names, right, (rows, left) in (
         ("tables", explain.TABLE_HEADER, (3, 4, 5, 6, 9), explain.table_rows(plan, SHOWN_TABLES)),
         ("ranks", explain.RANK_HEADER, range(6), explain.rank_rows(plan, SHOWN_RANKS)),
     ):
-        table = Table(title=title, title_justify="left")
-        for k, name in enumerate(header):
-            table.add_column(name, justify="right" if k in right else "left", overflow="fold")
+        # Reasons are sentences: in a narrow terminal they stand under the table rather than in a column of it.
+        shown = [k for k, name in enumerate(names) if not (narrow and name == "why")]
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if narrow else HEAVY_HEAD)
+        table.padding = (0, 0 if narrow else 1)
+        for k in shown:
+            table.add_column(names[k], justify="right" if k in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*(escape(row[k]) for k in shown))
         console.print(table)
+        if len(shown) < len(names):
+            for row in rows:
+                console.print(f"{row[0]}: {row[names.index('why')]}", highlight=False, markup=False)
         if left:
             console.print(f"… and {left:,} more, all of them in the file", highlight=False, markup=False)
     console.print(f"bottleneck: {plan.bottleneck}", highlight=False, markup=False)
