@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .distributed_side import DENSE, DENSE_LEARNING_RATE, EPS, HIDDEN, LEARNING_RATE, Side, Task, serve, share
+from .workloads import Workload
 
 
 def import_torchrec() -> None:
@@ -59,6 +60,14 @@ class TorchRec(Side):
         self.optimizer.step()
 
 
+def described(workload: Workload, kind: Any) -> list[Any]:
+    """The workload's tables as one of TorchRec's kinds of tables."""
+    return [
+        kind(name=f"t{t}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[feature])
+        for t, (feature, rows) in enumerate(zip(workload.features, workload.rows))
+    ]
+
+
 def pooled_model(task: Task) -> tuple[Any, Any, Any]:
     import torch
     import torchrec
@@ -68,12 +77,7 @@ def pooled_model(task: Task) -> tuple[Any, Any, Any]:
     workload = task.workload
     collection = torchrec.EmbeddingBagCollection(
         device=torch.device("meta"),
-        tables=[
-            torchrec.EmbeddingBagConfig(
-                name=f"t{t}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[feature]
-            )
-            for t, (feature, rows) in enumerate(zip(workload.features, workload.rows))
-        ],
+        tables=described(workload, torchrec.EmbeddingBagConfig),
     )
     model = DLRM(collection, DENSE, [HIDDEN, workload.dim], [HIDDEN, 1], dense_device=torch.device("cpu"))
     return collection, EmbeddingBagCollectionSharder(), model
@@ -89,12 +93,7 @@ def sequence_model(task: Task) -> tuple[Any, Any, Any]:
     workload = task.workload
     collection = torchrec.EmbeddingCollection(
         device=torch.device("meta"),
-        tables=[
-            torchrec.EmbeddingConfig(
-                name=f"t{t}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[feature]
-            )
-            for t, (feature, rows) in enumerate(zip(workload.features, workload.rows))
-        ],
+        tables=described(workload, torchrec.EmbeddingConfig),
     )
 
     class Model(torch.nn.Module):

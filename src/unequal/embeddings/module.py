@@ -102,6 +102,8 @@ class Embeddings(nn.Module):
             if known != feature.table:
                 raise RecipeError(f"table '{known.name}'", "one definition", f"two: {known} and {feature.table}")
         # On 'meta' there is no memory and nothing to compute: such a module is there to be sharded.
+        self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        """of every table: its own, or the module's"""
         self._kernels = backend("cpu" if self.device.type == "meta" else self.device)
         self._storages = {} if self.device.type == "meta" else self._make_storages()
         self._side = DeviceSide(self.device, len(self.features)) if self._kernels.on_device else None
@@ -121,11 +123,10 @@ class Embeddings(nn.Module):
         self._index = np.empty(0, np.int64)
 
     def _make_storages(self) -> dict[str, Storage]:
-        optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
-        sizes = {name: (table, bytes_of(table, optimizers[name])) for name, table in self.tables.items()}
+        sizes = {name: (table, bytes_of(table, self.optimizers[name])) for name, table in self.tables.items()}
         try:
             return {
-                name: make_storage(table, optimizers[name], self.seed, self._kernels, self.device)
+                name: make_storage(table, self.optimizers[name], self.seed, self._kernels, self.device)
                 for name, table in self.tables.items()
             }
         except torch.OutOfMemoryError:
@@ -318,12 +319,14 @@ class Embeddings(nn.Module):
         counts = request.counts()
         f = int(np.searchsorted(counts.cumsum(), position, side="right"))
         place = position - int(counts[:f].sum())
-        spec = request.features[f]
         sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
-        table = self.features[spec.name].table
-        raise DataError(
-            f"feature '{spec.name}', sample {sample} of the batch: id {int(request.slots_of(f)[place])} is not in "
-            f"[0, {table.rows}) of table '{table.name}'; give the table more rows, or none for unbounded ids"
+        raise DataError(self._wrong_id(request.features[f].name, sample, int(request.slots_of(f)[place])))
+
+    def _wrong_id(self, feature: str, sample: int, id_: int) -> str:
+        table = self.features[feature].table
+        return (
+            f"feature '{feature}', sample {sample} of the batch: id {id_} is not in [0, {table.rows}) of table '{table.name}'; "
+            "give the table more rows, or none for unbounded ids"
         )
 
     def _update(self, request: Request, pooled: Tensor | None, sequences: list[Tensor | None]) -> None:
@@ -380,22 +383,27 @@ class Embeddings(nn.Module):
         """Live rows of each table."""
         return {name: storage.live for name, storage in self._storages.items()}
 
+    def _key(self, name: str) -> str:
+        """What the tensors of a storage are called in a state_dict."""
+        return name
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, storage in self._storages.items():
             for part, tensor in storage.state().items():
-                destination[f"{prefix}{name}.{part}"] = tensor
+                destination[f"{prefix}{self._key(name)}.{part}"] = tensor
         destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # arguments: local metadata, strict, missing keys, unexpected keys, error messages
         strict, missing, unexpected, errors = arguments[-4:]
+        known = {f"{prefix}step"}
         for name, storage in self._storages.items():
             # By exact name: a table may be called "a.b" beside one called "a".
-            parts = {
-                part: state[f"{prefix}{name}.{part}"] for part in storage.parts if f"{prefix}{name}.{part}" in state
-            }
+            keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
+            known |= set(keys.values())
+            parts = {part: state[key] for part, key in keys.items() if key in state}
             if not parts:
-                missing.append(f"{prefix}{name}.weight")
+                missing.append(keys["weight"])
                 continue
             try:
                 storage.load(parts)
@@ -406,8 +414,7 @@ class Embeddings(nn.Module):
         else:
             missing.append(f"{prefix}step")
         if strict:
-            known = {f"{prefix}{name}.{part}" for name, storage in self._storages.items() for part in storage.parts}
-            unexpected += [key for key in state if key.startswith(prefix) and key not in known | {f"{prefix}step"}]
+            unexpected += [key for key in state if key.startswith(prefix) and key not in known]
 
     def extra_repr(self) -> str:
         tables = ", ".join(f"{t.name}[{t.rows if t.rows else 'unbounded'} × {t.dim}]" for t in self.tables.values())

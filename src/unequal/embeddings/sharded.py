@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch import Batch, offsets_of
 from ..errors import DataError
 from ..exchange.columns import Gathered, sum_by_row
 from ..exchange.mesh import Ints
@@ -48,7 +48,7 @@ class ShardedEmbeddings(SpreadTables):
                 low, high = torch.aminmax(ids)
                 if int(low) < 0 or int(high) >= table.rows:
                     return self._describe_wrong(batch, t, table.rows)
-            if step.by_sums and self._sums(name):
+            if step.by_sums and name in self._summed:
                 continue
             step.distinct[name], inverse, step.counts[name] = self._kernels.unique(ids)
             for f, part in zip(self._readers[t], torch.split(inverse, [part.numel() for part in parts])):
@@ -63,11 +63,7 @@ class ShardedEmbeddings(SpreadTables):
             if outside.numel():
                 place = int(outside[0])
                 sample = int(torch.searchsorted(part.offsets, place, right=True)) - 1
-                return (
-                    f"feature '{spec.name}', sample {sample} of the batch: id {int(part.values[place])} is not in "
-                    f"[0, {rows}) of table '{self.features[spec.name].table.name}'; give the table more rows, or none for "
-                    "unbounded ids"
-                )
+                return self._wrong_id(spec.name, sample, int(part.values[place]))
         raise AssertionError("no id is outside")
 
     def _ask(self, step: Step, problem: str | None) -> None:
@@ -146,11 +142,11 @@ class ShardedEmbeddings(SpreadTables):
     ) -> Request:
         """The lookups of this rank's samples over the rows that came. Replicas are read in their tables, by slot, and updated by
         the place of the distinct id."""
-        batch, places, known = step.batch, self._places(step), step.local
+        batch, known = step.batch, step.local
         if updating and known is not None and not self._replicas:
             index, bounds = known.index, known.bounds
             return Request(tables, specs, step.size, index, known.ids, known.ids, known.offsets, known.weights, bounds)
-        numbers = []
+        numbers, places = [], self._places(step)
         for name, p in zip(entries.features, entries.pieces):
             if self._wire[p].replicated and not updating:
                 numbers.append(self._storage_of(p).locate(batch[name].values, False))
@@ -165,10 +161,7 @@ class ShardedEmbeddings(SpreadTables):
             index = np.array(positions, np.int64)
             return Request(tables, specs, step.size, index, ids, ids, batch.offsets, step.weights, bounds)
         parts = [batch[name] for name in entries.features]
-        ids = torch.cat(numbers) if numbers else batch.ids[:0]
-        offsets = torch.zeros(step.size * len(parts) + 1, dtype=torch.int64, device=self.device)
-        if parts:
-            torch.cumsum(torch.cat([part.lengths for part in parts]), 0, out=offsets[1:])
+        ids, offsets = torch.cat(numbers), offsets_of(torch.cat([part.lengths for part in parts]))
         weights = None if step.weights is None else torch.cat([_float(part.weights) for part in parts])
         bounds = np.cumsum([0, *(part.numel() for part in numbers)], dtype=np.int64)
         return Request(tables, specs, step.size, np.arange(len(parts)), ids, ids, offsets, weights, bounds)
@@ -185,7 +178,7 @@ class ShardedEmbeddings(SpreadTables):
         return {
             name: step.batch[name].lengths.clamp(min=1)[:, None] if feature.pooling == "mean" else None
             for name, feature in self.features.items()
-            if self._sums(feature.table.name)
+            if feature.table.name in self._summed
         }
 
     # Backward
@@ -201,7 +194,7 @@ class ShardedEmbeddings(SpreadTables):
                 if journey.slots.numel():
                     blocks.update(part.fused, part.owner.tables, journey.slots, last.received, flat, factor, self._step)
                 tables = [part.exchange.pieces[k].table for k in part.summed]
-                by_rows = [k for k, name in zip(part.summed, tables) if not (step.by_sums and self._sums(name))]
+                by_rows = [k for k, name in zip(part.summed, tables) if not (step.by_sums and name in self._summed)]
                 work += [self._gather_rows(part, journey, flat, k) for k in by_rows]
         bags, exchange = step.bags, self._sum_exchange
         if bags is not None and exchange is not None:
@@ -217,21 +210,21 @@ class ShardedEmbeddings(SpreadTables):
         self._step += 1
 
     def _update_gathered(self, work: list[Gathered], factor: float) -> None:
-        order = {name: k for k, name in enumerate(self.tables)}
-        if any(self._shares_rare(name) for name in self.tables):
-            rare = [item for item in work if self._shares_rare(item.shard.table)]
+        order = self._numbers
+        if self._rare:
+            rare = [item for item in work if item.shard.table in self._rare]
             rare.sort(key=lambda item: (order[item.shard.table], item.shard.first, item.shard.part))
             share_rare(self.mesh, self.placement, rare)
         work = [item for item in work if item.slots.numel()]
         for item in work:
-            if not self._needs_sums(item.shard.table):
+            if item.shard.table not in self._statistics:
                 rows, width = item.storage.rows, item.gradients.shape[1]
                 ends = torch.tensor([0, item.slots.numel()], device=self.device)
                 specs = FeatureSpecs([FeatureSpec("rows", 0, None, width, 0)])
                 request = Request([rows], specs, 1, np.zeros(1, np.int64), item.slots, item.slots, ends)
                 self._kernels.update(request, None, [item.gradients], lr_factor=factor, step=self._step)
-        if any(self._needs_sums(name) for name in self.tables):
-            work = [item for item in work if self._needs_sums(item.shard.table)]
+        if self._statistics:
+            work = [item for item in work if item.shard.table in self._statistics]
             work.sort(key=lambda item: (order[item.shard.table], item.shard.part, item.shard.first))
             self._column_sums.update(work, self.optimizers, factor, self._step)
 
@@ -269,7 +262,7 @@ class ShardedEmbeddings(SpreadTables):
     def _update_bags(self, request: Request, gradient: Tensor, factor: float) -> list[Gathered]:
         """Updates the rows that were pooled here; those that need numbers of whole rows are given back instead."""
         assert self._sum_exchange is not None
-        summed = [t for t, (name, _) in enumerate(self._sum_exchange.tables) if self._gathers(name)]
+        summed = [t for t, (name, _) in enumerate(self._sum_exchange.tables) if name in self._statistics | self._rare]
         fused = [f for f, spec in enumerate(request.features) if spec.table not in summed]
         if fused and request.ids.numel():
             chosen = self._sum_exchange.specs

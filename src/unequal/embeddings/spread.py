@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
-from ..errors import CheckpointError, UserError
+from ..errors import UserError
 from ..exchange.columns import ColumnSums, sums_of
 from ..exchange.hop import WirePiece
 from ..exchange.mesh import Ints, Mesh
@@ -98,14 +98,13 @@ class SpreadTables(Embeddings):
             output_dtype=source.output_dtype,
         )  # fmt: skip
         self._side = None
-        self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
+        self._choose_ways()
         self._wire, self._pieces_of = self._lay_out_pieces()
         self._build_exchange()
         self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
         self._repeated_bytes = 0.0
 
     def _make_storages(self) -> dict[str, Storage]:
-        optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
         storages: dict[str, Storage] = {}
         self._shards: dict[str, Shard] = {}
         for shard in self.placement.shards(self.mesh.rank):
@@ -113,7 +112,7 @@ class SpreadTables(Embeddings):
             table = self.tables[shard.table]
             try:
                 storages[name] = make_shard(
-                    table, shard.first, shard.last, shard.part, shard.parts, optimizers[shard.table], self.seed,
+                    table, shard.first, shard.last, shard.part, shard.parts, self.optimizers[shard.table], self.seed,
                     self._kernels, self.device,
                 )  # fmt: skip
             except torch.OutOfMemoryError:
@@ -151,35 +150,35 @@ class SpreadTables(Embeddings):
             exchange = RowExchange(mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, **codecs)
             storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
             owner = Owner(exchange.blocks, storages)
-            summed = [k for k in exchange.blocks.held if self._gathers(exchange.pieces[k].table)]
+            summed = [k for k in exchange.blocks.held if exchange.pieces[k].table in self._statistics | self._rare]
             fused = exchange.blocks.select([k for k in exchange.blocks.held if k not in summed])
             self._exchanges.append(Part(numbers, exchange, owner, fused, summed))
         bagged = [
             Bagged(name, self._wire[p], spec.place + self._wire[p].piece.first)
             for name, spec in self._specs.items()
             for p in self._pieces_of[self.features[name].table.name]
-            if self._sums(self.features[name].table.name)
+            if self.features[name].table.name in self._summed
         ]
         self._sum_exchange = SumExchange(mesh, bagged, self._kernels, self.device, **codecs) if bagged else None
         self._column_sums = ColumnSums(mesh, placement, {name: table.dim for name, table in self.tables.items()})
 
-    def _sums(self, table: str) -> bool:
-        """Whether the table's owners pool: asked for, and possible."""
-        pooled = all(f.pooling is not None for f in self.features.values() if f.table.name == table)
-        return self.placement.tables[table].sums and pooled
-
-    def _needs_sums(self, table: str) -> bool:
-        """Whether its optimizer needs numbers of whole rows whose columns are spread."""
-        return len(self.placement.tables[table].pieces) > 1 and sums_of(self.optimizers[table]) > 0
-
-    def _shares_rare(self, table: str) -> bool:
-        """Whether rare ids share a row that several ranks have a copy of."""
-        spread = any(len(piece.ranks) > 1 for piece in self.placement.tables[table].pieces)
-        return self.tables[table].admit_after > 1 and spread and self.placement.tables[table].kind != "data_parallel"
-
-    def _gathers(self, table: str) -> bool:
-        """Whether an update needs something of other ranks beside the gradients."""
-        return self._needs_sums(table) or self._shares_rare(table)
+    def _choose_ways(self) -> None:
+        """Which tables go another way than most: names, found once and not in every step."""
+        self._numbers = {name: number for number, name in enumerate(self.tables)}
+        placed = self.placement.tables
+        listed = {feature.table.name for feature in self.features.values() if feature.pooling is None}
+        self._summed = {name for name in self.tables if placed[name].sums and name not in listed}
+        """their owners pool"""
+        self._statistics = {n for n in self.tables if len(placed[n].pieces) > 1 and sums_of(self.optimizers[n])}
+        """their optimizer needs numbers of whole rows, and the columns are spread"""
+        self._rare = {
+            name
+            for name, table in self.tables.items()
+            if table.admit_after > 1
+            and placed[name].kind != "data_parallel"
+            and any(len(piece.ranks) > 1 for piece in placed[name].pieces)
+        }
+        """rare ids share a row that several ranks have a copy of"""
 
     def _lay_out_entries(self, by_sums: bool) -> Entries:
         widths = sorted({piece.width for piece in self._wire})
@@ -188,7 +187,7 @@ class SpreadTables(Embeddings):
         sequences: list[tuple[int, int, int]] = []
         for name, spec in self._specs.items():
             table = self.features[name].table.name
-            if by_sums and self._sums(table):
+            if by_sums and table in self._summed:
                 continue
             for p in self._pieces_of[table]:
                 piece = self._wire[p]
@@ -237,12 +236,10 @@ class SpreadTables(Embeddings):
                 total = int(sent[:, k].sum())
                 if not total or self._wire[p].replicated:
                     continue
-                ids = sum(step.inverses[f].numel() for f in self._features_of(self._wire[p].table))
+                readers = self._readers[self._numbers[self._wire[p].table]]
+                ids = sum(step.inverses[self._spec_list[f].name].numel() for f in readers)
                 elsewhere = 1 - int(sent[place, k]) / total
                 self._repeated_bytes += elsewhere * ids * (8 + wire * self._wire[p].width)
-
-    def _features_of(self, table: str) -> list[str]:
-        return [name for name, feature in self.features.items() if feature.table.name == table]
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -261,33 +258,6 @@ class SpreadTables(Embeddings):
             raise UserError(f"shards stay where they were made, on {self.device}; shard the module on {device}")
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, storage in self._storages.items():
-            for part, tensor in storage.state().items():
-                destination[f"{prefix}{self._key(name)}.{part}"] = tensor
-        destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
-
     def _key(self, name: str) -> str:
         shard = self._shards[name]
         return f"{shard.table}.{shard.first}-{shard.last}.{shard.part}of{shard.parts}"
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # arguments: local metadata, strict, missing keys, unexpected keys, error messages
-        strict, missing, unexpected, errors = arguments[-4:]
-        known = {f"{prefix}step"}
-        for name, storage in self._storages.items():
-            keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
-            known |= set(keys.values())
-            absent = [key for key in keys.values() if key not in state]
-            missing += absent
-            if not absent:
-                try:
-                    storage.load({part: state[key] for part, key in keys.items()})
-                except CheckpointError as error:
-                    errors.append(str(error))
-        if f"{prefix}step" in state:
-            self.step = int(state[f"{prefix}step"])
-        else:
-            missing.append(f"{prefix}step")
-        if strict:
-            unexpected += [key for key in state if key.startswith(prefix) and key not in known]

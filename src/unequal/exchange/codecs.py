@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,10 +16,11 @@ Runs = Sequence[tuple[int, int]]
 """(rows, width) of blocks that lie one after the other in one flat tensor"""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 SCALE_BYTES = 4
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
-def wire_size(rows: int, width: int, codec: Codec) -> int:
-    """Elements of the wire's dtype that a block takes."""
+def wire_size(rows: Count, width: Count, codec: Codec) -> Count:
+    """Elements of the wire's dtype that a block takes, or blocks each."""
     return rows * (width + SCALE_BYTES if codec == "int8" else width)
 
 

@@ -114,18 +114,14 @@ class ColumnSums:
             [(key, peer) for key in shapes for peer in self.peers[key] if peer.rank == rank and rank != me]
             for rank in range(world)
         ]
-        sent = np.array([sum(part.numel() for part in parts) for parts in messages], np.int64)
         sizes = [[int(np.prod(shapes[key])) for key, _ in parts] for parts in expected]
-        received = np.array([sum(part) for part in sizes], np.int64)
         like = torch.empty(0, device=partial[0].device if partial else None)
-        flat = torch.cat([part for parts in messages for part in parts]) if sent.sum() else like
-        came = self.mesh.everyone.all_to_all(flat, sent, received)
-        blocks = iter(torch.split(came, [size for parts in sizes for size in parts])) if received.sum() else iter(())
-        found = {peer: next(blocks).view(shapes[key]) for parts in expected for key, peer in parts if received.sum()}
+        came = self.mesh.everyone.swap(messages, sizes, like)
+        found = {
+            peer: sums.view(shapes[key])
+            for parts, blocks in zip(expected, came)
+            for (key, peer), sums in zip(parts, blocks)
+        }
         found |= {item.shard: sums for item, sums in zip(work, partial)}
-        return [
-            torch.stack([found[peer] for peer in self.peers[item.shard.table, item.shard.part, item.shard.parts]]).sum(
-                0
-            )
-            for item in work
-        ]
+        keys = [(item.shard.table, item.shard.part, item.shard.parts) for item in work]
+        return [torch.stack([found[peer] for peer in self.peers[key]]).sum(0) for key in keys]

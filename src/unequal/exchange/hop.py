@@ -74,10 +74,10 @@ class Hop:
     def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
         """(rank, piece, count) in the order of a message with these counts [ranks, pieces]; `rows`: only what travels as rows."""
         return [
-            (k, p, int(counts[k, p]))
-            for k in range(counts.shape[0])
+            (k, p, of_rank[p])
+            for k, of_rank in enumerate(counts.tolist())
             for p in self.order
-            if counts[k, p] and not (rows and self.replicated[p])
+            if of_rank[p] and not (rows and self.replicated[p])
         ]
 
     def ask(
@@ -209,9 +209,8 @@ class Hop:
             return [(n, int(self.widths[p])) for _, p, n in self.blocks(counts, rows)]
 
         def sizes(counts: Ints) -> Ints:
-            total = np.zeros(self.link.size, np.int64)
-            for k, p, n in self.blocks(counts, rows):
-                total[k] += wire_size(n, int(self.widths[p]), codec)
+            travelling = counts * ~self.replicated if rows else counts
+            total: Ints = wire_size(travelling, self.widths, codec).sum(1)
             return total
 
         if self.link.size == 1:

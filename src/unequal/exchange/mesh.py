@@ -174,6 +174,16 @@ class Link:
         traffic.seconds += time.perf_counter() - started
         return out
 
+    def swap(
+        self, messages: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Flat tensors for every rank of the link, and how long those are that each of them has for this one: gives these."""
+        sent = np.array([sum(part.numel() for part in parts) for parts in messages], np.int64)
+        received = np.array([sum(parts) for parts in sizes], np.int64)
+        flat = torch.cat([like.new_empty(0), *(part for parts in messages for part in parts)])
+        by_rank = torch.split(self.all_to_all(flat, sent, received), received.tolist())
+        return [list(torch.split(part, list(cuts))) if cuts else [] for part, cuts in zip(by_rank, sizes)]
+
     def all_to_all_counts(self, counts: Ints) -> Ints:
         """counts: [ranks, n]; gives what the ranks have for this one: [ranks, n]."""
         if self.size == 1:

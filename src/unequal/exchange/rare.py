@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +26,14 @@ def share_rare(mesh: Mesh, placement: Placement, work: Sequence[Gathered]) -> No
             if rank != mesh.rank:
                 messages[rank].append(own[-1])
                 expected[rank].append(at)
-    sent = np.array([sum(part.numel() for part in parts) for parts in messages], np.int64)
-    flat = torch.cat([part for parts in messages for part in parts]) if sent.sum() else torch.empty(0)
-    came = mesh.everyone.all_to_all(flat.to(own[0].device) if own else flat, sent, sent)
-    blocks = iter(torch.split(came, [own[at].numel() for parts in expected for at in parts]) if sent.sum() else ())
-    found = {(rank, at): next(blocks) for rank, parts in enumerate(expected) for at in parts}
+    sizes = [[own[at].numel() for at in parts] for parts in expected]
+    like = torch.empty(0, device=own[0].device if own else None)
+    came = mesh.everyone.swap(messages, sizes, like)
+    found = {
+        (rank, at): block
+        for rank, (parts, blocks) in enumerate(zip(expected, came))
+        for at, block in zip(parts, blocks)
+    }
     for at, item in enumerate(work):
         ranks = pieces[item.shard.table, item.shard.first].ranks
         total = torch.stack([own[at] if rank == mesh.rank else found[rank, at] for rank in ranks]).sum(0)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import offsets_of
 from ..kernels import Backend
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
 from ..plan.placement import Codec
@@ -96,42 +97,29 @@ class SumExchange:
         """Per rank: ids, lengths and the number of ids."""
         world, piece = self.mesh.world, self.parts[j].piece
         ranks = piece.piece.ranks
-        none, no_lengths = ids[:0], torch.zeros_like(lengths)
         if len(ranks) == 1:
-            owner = ranks[0]
-            counts = np.zeros(world, np.int64)
-            counts[owner] = ids.numel()
-            return (
-                [ids if k == owner else none for k in range(world)],
-                [lengths if k == owner else no_lengths for k in range(world)],
-                counts,
-            )
-        dealt, shares, sizes = self.kernels.deal_bags(ids, lengths, len(ranks), piece.hashed)
-        counts = np.zeros(world, np.int64)
-        counts[list(ranks)] = sizes.cpu().numpy()
-        by_rank = dict(zip(ranks, zip(torch.split(dealt, sizes.tolist()), shares.unbind(0))))
-        return (
-            [by_rank[k][0] if k in by_rank else none for k in range(world)],
-            [by_rank[k][1] if k in by_rank else no_lengths for k in range(world)],
-            counts,
-        )
+            of_rank = {ranks[0]: (ids, lengths)}
+        else:
+            dealt, shares, sizes = self.kernels.deal_bags(ids, lengths, len(ranks), piece.hashed)
+            of_rank = dict(zip(ranks, zip(torch.split(dealt, sizes.tolist()), shares.unbind(0))))
+        nothing = ids[:0], torch.zeros_like(lengths)
+        by_rank = [of_rank.get(k, nothing) for k in range(world)]
+        counts = np.array([part.numel() for part, _ in by_rank], np.int64)
+        return [part for part, _ in by_rank], [part for _, part in by_rank], counts
 
     def _request(
         self, ids: list[Tensor], lengths: list[Tensor], size: int, storages: Sequence[Storage], insert: bool
     ) -> Request:
         slots = list(ids)
-        for t, storage in enumerate(
-            storages
-        ):  # all of a table's ids at once: admission counts them, then looks them up
+        # All of a table's ids at once: admission counts them, then looks them up.
+        for t, storage in enumerate(storages):
             mine = [f for f, spec in enumerate(self.specs) if spec.table == t]
             found = storage.locate(torch.cat([ids[f] for f in mine]), insert)
             for f, part in zip(mine, torch.split(found, [ids[f].numel() for f in mine])):
                 slots[f] = part
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
         flat = torch.cat(slots) if slots else empty
-        offsets = torch.zeros(size * len(lengths) + 1, dtype=torch.int64, device=self.device)
-        if lengths:
-            torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+        offsets = offsets_of(torch.cat(lengths) if lengths else empty)
         bounds = np.cumsum([0, *(part.numel() for part in ids)], dtype=np.int64)
         index = np.arange(len(self.specs), dtype=np.int64)
         return Request([s.rows for s in storages], self.specs, size, index, flat, flat, offsets, None, bounds)
