@@ -224,3 +224,31 @@ def hidden(folder: Path):
 
 def is_hashed(storage):
     return isinstance(storage, HashedStorage)
+
+
+def inspected(path, truths):
+    """Everything again, through what looks into a checkpoint without the run."""
+    saved = checkpoint.open(path)
+    assert list(saved.tables) == list(truths)
+    for name, truth in truths.items():
+        table = saved.tables[name]
+        assert (table.rows, table.dim, table.dtype) == (truth.ids.numel(), truth.table.dim, truth.table.dtype)
+        assert table.hashed == truth.hashed and table.state == dict(truth.optimizer.state)
+        seen = []
+        for ids, rows in saved.table(name, at_once=7):
+            assert 1 <= ids.numel() <= 7 and set(rows) == set(truth.values)
+            seen.append((ids, rows))
+        everything = torch.cat([ids for ids, _ in seen]) if seen else torch.empty(0, dtype=torch.int64)
+        numbers = {int(id_): number for number, id_ in enumerate(truth.ids)}
+        assert sorted(everything.tolist()) == sorted(numbers)
+        order = torch.tensor([numbers[int(id_)] for id_ in everything], dtype=torch.int64)
+        for part in truth.values if seen else ():
+            assert torch.equal(torch.cat([rows[part] for _, rows in seen]), truth.values[part][order])
+        some = truth.ids[torch.randint(max(1, len(truth.ids)), (len(truth.ids) // 3,))]
+        got = saved.rows(name, some)
+        for part, values in truth.values.items():
+            assert torch.equal(got[part], values[[numbers[int(id_)] for id_ in some]])
+        assert saved.has(name, some).all() and not saved.has(name, [2**62 + 5]).any()
+
+
+TRUTHS = make_truths()
