@@ -48,7 +48,7 @@ FREE_ON_RESUME = {
     "tables.sharding",
     "exchange.forward",
     "exchange.backward",
-    "exchange.unique_per_node",
+    "exchange.unique",
 }
 FREE_OF_A_TABLE = (".sharding", ".expected_rows")
 SECTIONS = {

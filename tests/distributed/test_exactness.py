@@ -30,7 +30,7 @@ MESHES = {
     "3": (3, None, {}),
     "4": (4, None, {}),
     "2x2": (4, 2, {}),
-    "2x2_one_hop": (4, 2, {"unique_per_node": False}),
+    "2x2_one_hop": (4, 2, {"unique": "rank"}),
     "3x1": (3, 1, {}),
 }
 # On one node a kind with nodes places as the one without does, and in one hop nodes do not matter: see the first test.

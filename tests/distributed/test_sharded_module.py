@@ -444,15 +444,15 @@ def test_bytes_of_unique_ids(pool):
     beyond those of a step without ids."""
     once = 8 + 4 * 8 + 4 * 8  # an id there, its row back, its gradient there
     nothing, near, far = [], [1], [2]  # rows 0 and 1 of every four are on node 0, the others on node 1
-    for options in ({}, {"unique_per_node": False}):
+    for options in ({}, {"unique": "rank"}):
         idle = traffic(pool, [nothing] * 4, **options)
         assert (traffic(pool, [near * 5, nothing, nothing, nothing], **options) - idle).tolist() == [once, 0]
         assert (traffic(pool, [[0] * 9, nothing, nothing, nothing], **options) - idle).tolist() == [0, 0]
         assert (traffic(pool, [far * 5, nothing, nothing, nothing], **options) - idle).tolist() == [0, once]
     idle = traffic(pool, [nothing] * 4)
     assert (traffic(pool, [far, far * 2, nothing, nothing]) - idle).tolist() == [once, once]
-    idle = traffic(pool, [nothing] * 4, unique_per_node=False)
-    assert (traffic(pool, [far, far * 2, nothing, nothing], unique_per_node=False) - idle).tolist() == [0, 2 * once]
+    idle = traffic(pool, [nothing] * 4, unique="rank")
+    assert (traffic(pool, [far, far * 2, nothing, nothing], unique="rank") - idle).tolist() == [0, 2 * once]
 
 
 def with_device_mesh(rank, world, problem, placement):

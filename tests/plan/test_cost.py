@@ -86,7 +86,7 @@ def test_bytes_on_the_links(kind: Kind, sums: bool, nodes: int, size: int, two_h
     """In all, and of every rank; only which ids share a rank is left to chance, so many batches come near the model."""
     batches = [sample(seed) for seed in range(40)]
     load = load_of(np.concatenate(batches))
-    setting = Setting(topology=machines(nodes, size), batch_size=BATCH, unique_per_node=two_hops)
+    setting = Setting(topology=machines(nodes, size), batch_size=BATCH, unique="node" if two_hops else "rank")
     placed = place(kind, load.table, nodes * size, size, first=1, sums=sums)
     cost = Pricer(setting).price(load, placed)
     model = np.stack([

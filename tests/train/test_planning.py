@@ -98,7 +98,7 @@ def test_sharding_is_free_to_change(shared_clicks: Path, tmp_path: Path) -> None
     run.mkdir()
     (run / "recipe.toml").write_text(recipe.to_toml())
     changed = ["tables.sharding=row_wise", "tables.items.sharding=table_wise", "tables.user.expected_rows=9"]
-    other = load_run(run, None, [*changed, "exchange.forward=fp16", "exchange.unique_per_node=false"])
+    other = load_run(run, None, [*changed, "exchange.forward=fp16", "exchange.unique=rank"])
     assert other.sharding_of() == {"user": "row_wise", "items": "table_wise"} and other.expected_rows() == {"user": 9}
     assert load_recipe(shared_clicks, changed).hash() == recipe.hash()
     assert load_recipe(shared_clicks, ["exchange.forward=fp16"]).hash() != recipe.hash()
@@ -114,7 +114,7 @@ def test_sharding_is_free_to_change(shared_clicks: Path, tmp_path: Path) -> None
         ("tables.items.expected_rows=0", "tables.items.expected_rows: expected 1 or more, got 0"),
         ("exchange.forward=fp8", "exchange.forward: expected one of auto, fp32, fp16, bf16, int8, got 'fp8'"),
         ("exchange.forwards=fp16", "did you mean 'forward'?"),
-        ("exchange.unique_per_node=1", "exchange.unique_per_node: expected true or false, got 1"),
+        ("exchange.unique=true", "exchange.unique: expected one of none, rank, node, got True"),
     ],
 )
 def test_wrong_fields_are_answered(shared_clicks: Path, override: str, message: str) -> None:

@@ -141,7 +141,7 @@ class SpreadTables(Embeddings):
         codecs: dict[str, Any] = {"forward_codec": placement.forward_codec, "backward_codec": placement.backward_codec}
         spread = [p for p, piece in enumerate(self._wire) if not piece.replicated]
         copied = [p for p, piece in enumerate(self._wire) if piece.replicated]
-        two_hops = placement.unique_per_node and mesh.nodes > 1 and bool(spread)
+        two_hops = placement.unique == "node" and mesh.nodes > 1 and bool(spread)
         # Replicas are asked for nothing, and gradients go to all: that is one hop whatever the mesh.
         groups = [(spread, True), (copied, False)] if two_hops and copied else [(spread + copied, two_hops)]
         self._exchanges = []

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .memory import ID_BYTES, LOOKUP_BYTES, STATISTICS, directory_bytes, exchange_bytes, slab_rows
-from .placement import Codec, TablePlacement
+from .placement import Codec, TablePlacement, Unique
 from .shape import Cut, Shapes, Told
 from .topology import Topology
 from .workload import TableLoad
@@ -86,7 +86,7 @@ class Setting:
     """of all ranks together"""
     forward: Codec = "fp32"
     backward: Codec = "fp32"
-    unique_per_node: bool = True
+    unique: Unique = "node"
     fixed: dict[str, int] = field(default_factory=dict)
     """bytes of every rank that no plan changes: process, dense part, reader"""
 
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def two_hops(self) -> bool:
-        return self.unique_per_node and self.topology.nodes > 1
+        return self.unique == "node" and self.topology.nodes > 1
 
     @property
     def limit(self) -> int:

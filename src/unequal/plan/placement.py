@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import RecipeError
 from ..kernels.reference.deal import part_of as part_of
 from ..tables import Table
@@ -19,6 +22,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Codec = Literal["fp32", "fp16", "bf16", "int8"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
+Unique = Literal["none", "rank", "node"]
+UNIQUES: tuple[Unique, ...] = get_args(Unique)
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,17 @@ class Shard:
         return max(0, -(-(table_rows - self.part) // self.parts))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Tiers:
+    """The rows of a table dealt out by rows over all ranks that are read so often that others keep copies of them. Their owner, who
+    is always the same, sums the gradients, updates, and sends the new row to the copies."""
+
+    replicated: Ints
+    """ids copied to every rank, most read first"""
+    node: Ints
+    """ids copied once to every node, to its rank with the owner's number there; most read first"""
+
+
 @dataclass(frozen=True, slots=True)
 class TablePlacement:
     """How one table is spread."""
@@ -63,6 +80,8 @@ class TablePlacement:
     """Cover all columns, in order. Data-parallel: one piece; each of its ranks holds all of it."""
     sums: bool = False
     """Owners pool and send (partial) sums instead of rows; only where all features of the table are pooled."""
+    tiers: Tiers | None = None
+    """Row-wise tables: rows that have copies."""
 
     def shards(self, table: str) -> Iterator[Shard]:
         for piece in self.pieces:
@@ -87,8 +106,23 @@ class TablePlacement:
             ranks = piece.ranks
             if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < world for rank in ranks):
                 raise RecipeError(f"{where} ranks", f"different ranks of 0 to {world - 1}", ranks)
+        if self.tiers is not None:
+            self._check_tiers(self.tiers, table, world, where)
         if self.kind == "data_parallel" and (len(self.pieces) != 1 or len(self.pieces[0].ranks) != world):
             raise RecipeError(f"{where} pieces", f"one piece on all {world} ranks", self.pieces)
+
+    def _check_tiers(self, tiers: Tiers, table: Table, world: int, where: str) -> None:
+        if self.kind != "row_wise" or self.sums or [p.ranks for p in self.pieces] != [tuple(range(world))]:
+            raise RecipeError(
+                f"{where} tiers", f"a row_wise table without sums on all {world} ranks in order", self.kind
+            )
+        if table.admit_after > 1:
+            raise RecipeError(f"{where} tiers", "a table that gives every id a row (admit_after 1)", table.admit_after)
+        ids = np.concatenate([tiers.replicated, tiers.node])
+        if len(np.unique(ids)) != len(ids):
+            raise RecipeError(f"{where} tiers", "every id once", "ids that are named twice")
+        if table.rows is not None and ids.size and not (0 <= ids.min() and ids.max() < table.rows):
+            raise RecipeError(f"{where} tiers", f"ids of 0 to {table.rows - 1}", f"{ids.min()} to {ids.max()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +134,9 @@ class Placement:
     tables: Mapping[str, TablePlacement]
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
-    unique_per_node: bool = True
-    """With several nodes: rows cross the network once per node that reads them, in two hops."""
+    unique: Unique = "node"
+    """What travels once. node: with several nodes, rows cross the network once per node that reads them, in two hops; rank: once
+    per rank that reads them; none: ids and rows travel as often as they are read."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

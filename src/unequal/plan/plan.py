@@ -12,7 +12,7 @@ from typing import Any, get_args
 from ..errors import UserError
 from ..optim import Optimizer
 from ..tables import Feature
-from .placement import CODECS, Codec, Kind, Piece, Placement, TablePlacement
+from .placement import CODECS, UNIQUES, Codec, Kind, Piece, Placement, TablePlacement, Unique
 from .topology import Topology
 
 VERSION = 1
@@ -130,7 +130,7 @@ class Plan(Placement):
             "ranks_per_node": self.ranks_per_node,
             "forward_codec": self.forward_codec,
             "backward_codec": self.backward_codec,
-            "unique_per_node": self.unique_per_node,
+            "unique": self.unique,
             "step_seconds": self.step_seconds,
             "bottleneck": self.bottleneck,
             "balanced": dict(self.balanced),
@@ -165,7 +165,7 @@ class Plan(Placement):
                 tables=tables,
                 forward_codec=content["forward_codec"],
                 backward_codec=content["backward_codec"],
-                unique_per_node=content["unique_per_node"],
+                unique=content["unique"],
                 notes={name: choice.reason for name, choice in choices.items()},
                 choices=choices,
                 ranks=tuple(RankCost(**rank) for rank in content["ranks"]),
@@ -180,8 +180,10 @@ class Plan(Placement):
             raise UserError(
                 f"the inputs' hash is {plan.hash}, not {content.get('hash')!r}: the plan was changed; make it again"
             )
-        if {plan.forward_codec, plan.backward_codec} - set(CODECS) or any(
-            part.kind not in get_args(Kind) for part in tables.values()
+        if (
+            {plan.forward_codec, plan.backward_codec} - set(CODECS)
+            or any(part.kind not in get_args(Kind) for part in tables.values())
+            or plan.unique not in UNIQUES
         ):
             raise UserError("expected a plan with known codecs and kinds; make it again")
         return plan
@@ -259,7 +261,7 @@ def inputs_of(
     device: str,
     forward: Codec,
     backward: Codec,
-    unique_per_node: bool,
+    unique: Unique,
     sharding: Mapping[str, str] | None = None,
     expected_rows: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def inputs_of(
         "device": device,
         "exchange.forward": forward,
         "exchange.backward": backward,
-        "exchange.unique_per_node": unique_per_node,
+        "exchange.unique": unique,
     }
     for name, feature in features.items():
         table = feature.table

@@ -17,7 +17,7 @@ from . import explain
 from .candidates import Candidate, candidates
 from .choose import BALANCERS, Balancer, Chooser, Solution
 from .cost import Pricer, Setting
-from .placement import Codec
+from .placement import Codec, Unique
 from .plan import Choice, Plan, RankCost, inputs_of, topology_inputs
 from .topology import Topology
 from .workload import TableLoad, assume, measure
@@ -64,7 +64,7 @@ class Planner:
             tables={load.table.name: solution.placements[k] for k, load in enumerate(tables)},
             forward_codec=setting.forward,
             backward_codec=setting.backward,
-            unique_per_node=setting.unique_per_node,
+            unique=setting.unique,
             notes={name: choice.reason for name, choice in choices.items()},
             choices=choices,
             ranks=self._ranks(pricer, solution),
@@ -129,7 +129,7 @@ def make_plan(
     sharding: Mapping[str, str] | None = None,
     forward: Codec | None = None,
     backward: Codec | None = None,
-    unique_per_node: bool = True,
+    unique: Unique = "node",
     planner: Planner | None = None,
 ) -> Plan:
     """A plan for an embedding module, which may be on the device "meta", on these machines or on `world` ranks of this one.
@@ -157,7 +157,7 @@ def make_plan(
     exchange: dict[str, Any] = {
         "forward": forward or codecs[0],
         "backward": backward or codecs[1],
-        "unique_per_node": unique_per_node,
+        "unique": unique,
     }
     setting = Setting(
         topology=topology, batch_size=batch_size, fixed={"process": PROCESS_BYTES[topology.device]}, **exchange

@@ -12,7 +12,7 @@ from ..data.config import DataConfig
 from ..errors import RecipeError, UserError, nearest
 from ..models import ModelConfig
 from ..optim import OPTIMIZERS, Optimizer
-from ..plan.placement import Codec
+from ..plan.placement import Codec, Unique
 from ..plan.planner import default_codecs
 from ..plan.workload import check_sharding
 from ..schedule import Schedule
@@ -145,8 +145,9 @@ class ExchangeConfig:
     """Precision of rows on the way: fp32, fp16, bf16, int8 (with a scale per row); auto is fp16 on GPUs, else fp32."""
     backward: WireCodec = "auto"
     """Of gradients; auto is bf16 on GPUs, else fp32."""
-    unique_per_node: bool = True
-    """With several nodes: each row crosses the network once per node that reads it."""
+    unique: Unique = "node"
+    """What travels once: node (each row crosses the network once per node that reads it), rank (once per rank), or none (every id
+    and row as often as it is read, as others do by default; for comparison)."""
 
     def codecs(self, device: str) -> tuple[Codec, Codec]:
         """Forward and backward, on ranks of this kind of device."""

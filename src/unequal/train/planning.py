@@ -69,7 +69,7 @@ def plan_recipe(
         batch_size=recipe.run.batch_size,
         forward=forward,
         backward=backward,
-        unique_per_node=recipe.exchange.unique_per_node,
+        unique=recipe.exchange.unique,
         fixed=_fixed(recipe, topology, sample[0], data, loads),
     )
     del sample
@@ -113,7 +113,7 @@ def recipe_inputs(
         device=device,
         forward=forward,
         backward=backward,
-        unique_per_node=recipe.exchange.unique_per_node,
+        unique=recipe.exchange.unique,
         sharding=recipe.sharding_of(),
         expected_rows=recipe.expected_rows(),
     )
