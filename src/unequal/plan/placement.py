@@ -62,8 +62,8 @@ class Shard:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tiers:
-    """The rows of a table dealt out by rows over all ranks that are read so often that others keep copies of them. Their owner, who
-    is always the same, sums the gradients, updates, and sends the new row to the copies."""
+    """The rows of a table dealt out by rows over all ranks that are read so often that others keep copies of them. Their owner,
+    who is always the same, sums the gradients, updates, and sends the new row to the copies."""
 
     replicated: Ints
     """ids copied to every rank, most read first"""
@@ -121,7 +121,7 @@ class TablePlacement:
         ids = np.concatenate([tiers.replicated, tiers.node])
         if len(np.unique(ids)) != len(ids):
             raise RecipeError(f"{where} tiers", "every id once", "ids that are named twice")
-        if table.rows is not None and ids.size and not (0 <= ids.min() and ids.max() < table.rows):
+        if table.rows is not None and ids.size and not (ids.min() >= 0 and ids.max() < table.rows):
             raise RecipeError(f"{where} tiers", f"ids of 0 to {table.rows - 1}", f"{ids.min()} to {ids.max()}")
 
 
