@@ -74,6 +74,10 @@ class TritonBackend:
         self._kernels.initialize(there, None if ids is None else ids.to(DEVICE), first, count, std)
         copy_back(rows, there)
 
+    def route(self, ids, directory, *way):
+        there = None if directory is None else directory._directory
+        return tuple(part.cpu() for part in self._kernels.route(ids.to(DEVICE), there, *way))
+
     def HashDirectory(self, *arguments, **named):
         return HostDirectory(self._kernels.HashDirectory(*arguments, **named, device=DEVICE))
 

@@ -1,6 +1,9 @@
+import importlib
+
 import pytest
 import torch
 
+from unequal.kernels import backend
 from unequal.models.interaction import CrossInteraction, DotInteraction
 
 
@@ -58,3 +61,40 @@ def test_cross_agrees_with_the_formula(rank):
         expected = torch.stack([x0 * (matrix @ x + bias) + x for x0, x in zip(start, expected)])
     torch.testing.assert_close(interaction(start), expected)
     assert interaction.outputs == 5
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_float32_goes_by_the_kernels(monkeypatch, kernels):
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+    chosen = backend("cpu")
+    called = []
+    for name in ("pair_dots", "pair_dots_gradient"):
+        module = importlib.import_module(f"unequal.kernels.{chosen.name}")
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, kernel=kernel, name=name: called.append(name) or kernel(*a))
+    interaction = DotInteraction([10] * 7, 10)
+    vectors = torch.randn(33, 70, requires_grad=True)
+    exact = vectors.detach().double().requires_grad_()
+    got, expected = interaction(vectors), interaction(exact)
+    upstream = torch.randn_like(got)
+    got.backward(upstream)
+    expected.backward(upstream.double())
+    assert called == ["pair_dots", "pair_dots_gradient"]
+    torch.testing.assert_close(got, expected.float())
+    torch.testing.assert_close(vectors.grad, exact.grad.float())
+
+
+def test_under_autocast():
+    torch.manual_seed(0)
+    interaction = DotInteraction([16] * 3, 16)
+    vectors = torch.randn(5, 48, requires_grad=True)
+    exact = vectors.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = interaction(vectors)
+    assert got.dtype == torch.bfloat16
+    expected = interaction(exact)
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.1)
+    got.float().sum().backward()
+    expected.sum().backward()
+    assert vectors.grad.dtype == torch.float32
+    torch.testing.assert_close(vectors.grad, exact.grad, rtol=0.02, atol=0.05)

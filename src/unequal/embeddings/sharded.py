@@ -16,14 +16,16 @@ from torch import Tensor
 from ..batch import Batch, offsets_of
 from ..errors import DataError
 from ..exchange.columns import Gathered, sum_by_row
+from ..exchange.hop import Routed
 from ..exchange.mesh import Ints
 from ..exchange.rare import share_rare
 from ..exchange.rows import Journey, matrix_rows, read
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
-from .spread import Entries, Part, SpreadTables, Step
+from .spread import Entries, Part, Step
+from .tiered import TieredTables
 
 
-class ShardedEmbeddings(SpreadTables):
+class ShardedEmbeddings(TieredTables):
     """`Embeddings` of which every rank holds a part. All ranks call forward and backward the same number of times; a rank without
     samples gives an empty batch. Gradients are averaged over the ranks, as torch's DistributedDataParallel does."""
 
@@ -31,10 +33,14 @@ class ShardedEmbeddings(SpreadTables):
 
     def _request(self, batch: Batch, insert: bool) -> Step:  # type: ignore[override]
         weights = self._check(batch)
+        self._bring_copies()
         step = Step(batch, weights, insert, by_sums=weights is None and self._sum_exchange is not None)
         with self._timed("unique"):
             problem = self._make_unique(step)
+            if problem is None:
+                self._route(step, self._together)
         self._ask(step, problem)
+        step.places = self._find_places(step)
         return step
 
     def _make_unique(self, step: Step) -> str | None:
@@ -50,7 +56,7 @@ class ShardedEmbeddings(SpreadTables):
                     return self._describe_wrong(batch, t, table.rows)
             if step.by_sums and name in self._summed:
                 continue
-            step.distinct[name], inverse, step.counts[name] = self._kernels.unique(ids)
+            step.distinct[name], inverse, step.counts[name] = self._unique(name, ids)
             for f, part in zip(self._readers[t], torch.split(inverse, [part.numel() for part in parts])):
                 step.inverses[self._spec_list[f].name] = part
         return None
@@ -69,12 +75,14 @@ class ShardedEmbeddings(SpreadTables):
     def _ask(self, step: Step, problem: str | None) -> None:
         header = np.array([problem is not None, step.weights is not None], np.int64)
         for part in self._exchanges:
-            distinct: list[Tensor | None] = [None] * len(part.numbers)
+            distinct: list[Tensor | Routed | None] = [None] * len(part.numbers)
             counts: list[Tensor | None] = [None] * len(part.numbers)
             for k, p in enumerate(part.numbers):
                 piece = self._wire[p]
                 # Replicas are read where they are; only training tells the others what it will update.
-                if problem is None and (step.insert or not piece.replicated):
+                if problem is None and piece.table in self.copies:
+                    distinct[k] = step.routed.get(p)
+                elif problem is None and (step.insert or not piece.replicated):
                     distinct[k], counts[k] = step.distinct.get(piece.table), step.counts.get(piece.table)
             journey = part.exchange.ask(distinct, counts, header)
             self._agree(journey.headers, problem, step)
@@ -98,10 +106,13 @@ class ShardedEmbeddings(SpreadTables):
             raise DataError("some ranks' batches have weights for their ids and some have none; give all the same")
 
     def _look_up(self, step: Step) -> tuple[Tensor, ...]:  # type: ignore[override]
-        rows: dict[int, Tensor] = {}
+        came: dict[int, list[Tensor]] = {}
+        self.wait_for_copies()
         with self._timed("read"):
             for part, journey in zip(self._exchanges, step.journeys):
-                rows |= part.exchange.fetch(journey, part.owner.tables)
+                for width, block in part.exchange.fetch(journey, part.owner.tables).items():
+                    came.setdefault(width, []).append(block)
+            rows = {width: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for width, blocks in came.items()}
         with self._timed("pool"):
             entries = self._with_sums if step.by_sums else self._without_sums
             pooled, sequences = self._outputs_for(step)
@@ -146,7 +157,7 @@ class ShardedEmbeddings(SpreadTables):
         if updating and known is not None and not self._replicas:
             index, bounds = known.index, known.bounds
             return Request(tables, specs, step.size, index, known.ids, known.ids, known.offsets, known.weights, bounds)
-        numbers, places = [], self._places(step)
+        numbers, places = [], step.places
         for name, p in zip(entries.features, entries.pieces):
             if self._wire[p].replicated and not updating:
                 numbers.append(self._storage_of(p).locate(batch[name].values, False))
@@ -165,13 +176,6 @@ class ShardedEmbeddings(SpreadTables):
         weights = None if step.weights is None else torch.cat([_float(part.weights) for part in parts])
         bounds = np.cumsum([0, *(part.numel() for part in numbers)], dtype=np.int64)
         return Request(tables, specs, step.size, np.arange(len(parts)), ids, ids, offsets, weights, bounds)
-
-    def _places(self, step: Step) -> dict[int, Tensor | None]:
-        return {
-            p: journey.asked[0].places[k]
-            for part, journey in zip(self._exchanges, step.journeys)
-            for k, p in enumerate(part.numbers)
-        }
 
     def _mean_lengths(self, step: Step) -> dict[str, Tensor | None]:
         """Of the features that owners sum: what to divide by, [samples, 1], where they are averaged."""
@@ -207,6 +211,7 @@ class ShardedEmbeddings(SpreadTables):
                 work += self._update_bags(bags.request, gradient, factor)
         with self._timed("update"):
             self._update_gathered(work, factor)
+            self._push_updated(step)
         self._step += 1
 
     def _update_gathered(self, work: list[Gathered], factor: float) -> None:
@@ -232,9 +237,7 @@ class ShardedEmbeddings(SpreadTables):
         """Sums the gradients per distinct id and brings the sums to the owners."""
         entries = self._with_sums if step.by_sums else self._without_sums
         with self._timed("sum"):
-            gradients: dict[int, Tensor] = {}
-            for part, journey in zip(self._exchanges, step.journeys):
-                gradients |= part.exchange.zeros(journey.asked[0].sent, part.exchange.hops[0])
+            gradients, parts_of = self._zeros(step)
             tables = [matrix_rows(gradients.get(width, self._nothing(width))) for width in self._widths]
             replicas: dict[int, Tensor] = {}
             for p in self._replicas:
@@ -246,9 +249,28 @@ class ShardedEmbeddings(SpreadTables):
             if entries.features and local.ids.numel():
                 self._kernels.update(local, pooled, parts, lr_factor=-1.0 / self.mesh.world, step=0)
         return [
-            part.exchange.send_back(journey, gradients, [replicas.get(p) for p in part.numbers])
-            for part, journey in zip(self._exchanges, step.journeys)
+            part.exchange.send_back(journey, own, [replicas.get(p) for p in part.numbers])
+            for part, journey, own in zip(self._exchanges, step.journeys, parts_of)
         ]
+
+    def _zeros(self, step: Step) -> tuple[dict[int, Tensor], list[dict[int, Tensor]]]:
+        """Zeros for the gradients of all rows that came, by width, and of them what belongs to each exchange."""
+        counts = [part.exchange.hops[0].rows_of_width(journey.asked[0].sent)
+                  for part, journey in zip(self._exchanges, step.journeys)]  # fmt: skip
+        totals: dict[int, int] = {}
+        for of_width in counts:
+            for width, n in of_width.items():
+                totals[width] = totals.get(width, 0) + n
+        like = torch.empty(0, device=self.device)
+        gradients = {width: self.mesh.empty((n, width), like).zero_() for width, n in totals.items()}
+        next_of, parts = dict.fromkeys(totals, 0), []
+        for of_width in counts:
+            parts.append(
+                {width: gradients[width][next_of[width] : next_of[width] + n] for width, n in of_width.items()}
+            )
+            for width, n in of_width.items():
+                next_of[width] += n
+        return gradients, parts
 
     def _gather_rows(self, part: Part, journey: Journey, flat: Tensor, k: int) -> Gathered:
         """The distinct rows of a piece that were read and the sums of their gradients."""

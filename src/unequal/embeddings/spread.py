@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch import Tensor
 from ..batch import Batch
 from ..errors import UserError
 from ..exchange.columns import ColumnSums, sums_of
-from ..exchange.hop import WirePiece
+from ..exchange.hop import GLOBAL, NODE, REPLICATED, Routed, WirePiece
 from ..exchange.mesh import Ints, Mesh
+from ..exchange.push import Push
 from ..exchange.rows import Journey, Owner, RowExchange
 from ..exchange.sums import Bagged, Bags, SumExchange
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
 from ..plan.placement import Placement, Shard
 from ..storage import Storage, make_shard
+from ..storage.copies import Copies
 from .device import out_of_memory
 from .module import Embeddings, exact_device
 
@@ -41,7 +43,13 @@ class Step:
     inverses: dict[str, Tensor] = field(default_factory=dict)
     """per feature of such a table: of each of its ids the place among the table's distinct ones"""
     counts: dict[str, Tensor] = field(default_factory=dict)
+    routed: dict[int, Tensor | Routed] = field(default_factory=dict)
+    """per piece of a table with tiers: what it is asked for"""
+    orders: dict[str, Tensor] = field(default_factory=dict)
+    """per table with tiers: its distinct ids by tier"""
     journeys: list[Journey] = field(default_factory=list)
+    places: dict[int, Tensor | None] = field(default_factory=dict)
+    """per piece: of each distinct id of its table the place of its row among all that came"""
     bags: Bags | None = None
     local: Request | None = None
 
@@ -99,7 +107,9 @@ class SpreadTables(Embeddings):
         )  # fmt: skip
         self._side = None
         self._choose_ways()
-        self._wire, self._pieces_of = self._lay_out_pieces()
+        self.copies = self._make_copies()
+        """of the tables with tiers: rows that are read here without asking"""
+        self._wire, self._pieces_of, self._tier_pieces = self._lay_out_pieces()
         self._build_exchange()
         self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
         self._repeated_bytes = 0.0
@@ -121,7 +131,25 @@ class SpreadTables(Embeddings):
             self._shards[name] = shard
         return storages
 
-    def _lay_out_pieces(self) -> tuple[list[WirePiece], dict[str, list[int]]]:
+    def _make_copies(self) -> dict[str, Copies]:
+        mesh, made = self.mesh, {}
+        for name, table in self.tables.items():
+            tiers = self.placement.tables[name].tiers
+            if tiers is None or mesh.world == 1:
+                continue
+            # On one node a row that every node has is on its owner.
+            node = tiers.node if mesh.nodes > 1 else tiers.node[:0]
+            replicated, near = torch.from_numpy(tiers.replicated.copy()), torch.from_numpy(node.copy())
+            try:
+                made[name] = Copies(
+                    table, replicated, near, rank=mesh.rank, world=mesh.world, ranks_per_node=mesh.ranks_per_node,
+                    kernels=self._kernels, device=self.device,
+                )  # fmt: skip
+            except torch.OutOfMemoryError:
+                raise out_of_memory(self.device, {name: (table, 0)}, "while copies of its rows were made") from None
+        return made
+
+    def _lay_out_pieces(self) -> tuple[list[WirePiece], dict[str, list[int]], dict[str, tuple[int, int]]]:
         wire: list[WirePiece] = []
         pieces_of: dict[str, list[int]] = {}
         for name, table in self.tables.items():
@@ -129,7 +157,12 @@ class SpreadTables(Embeddings):
             for piece in placed.pieces:
                 pieces_of.setdefault(name, []).append(len(wire))
                 wire.append(WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel"))
-        return wire, pieces_of
+        tiers = {}
+        for name in self.copies:
+            whole = wire[pieces_of[name][0]]
+            tiers[name] = (len(wire), len(wire) + 1)
+            wire += [replace(whole, tier=tier) for tier in (REPLICATED, NODE)]
+        return wire, pieces_of, tiers
 
     def _storage_of(self, p: int) -> Storage:
         piece = self._wire[p]
@@ -139,15 +172,24 @@ class SpreadTables(Embeddings):
         placement, mesh = self.placement, self.mesh
         counted = any(table.admit_after > 1 for table in self.tables.values())
         codecs: dict[str, Any] = {"forward_codec": placement.forward_codec, "backward_codec": placement.backward_codec}
-        spread = [p for p, piece in enumerate(self._wire) if not piece.replicated]
+        spread = [p for p, piece in enumerate(self._wire) if not piece.replicated and piece.tier == GLOBAL]
+        tiers = [p for p, piece in enumerate(self._wire) if piece.tier != GLOBAL]
         copied = [p for p, piece in enumerate(self._wire) if piece.replicated]
         two_hops = placement.unique == "node" and mesh.nodes > 1 and bool(spread)
+        # Gradients of rows with copies are summed in every node first, however the others travel.
+        apart = tiers if mesh.nodes > 1 and not two_hops else []
+        spread += [] if apart else tiers
+        self._together = not apart
+        """whether rows of all tiers go in one exchange"""
         # Replicas are asked for nothing, and gradients go to all: that is one hop whatever the mesh.
         groups = [(spread, True), (copied, False)] if two_hops and copied else [(spread + copied, two_hops)]
+        groups += [(apart, True)] if apart else []
         self._exchanges = []
         for numbers, hops in groups:
             pieces = [self._wire[p] for p in numbers]
-            exchange = RowExchange(mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, **codecs)
+            exchange = RowExchange(
+                mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, copies=self.copies, **codecs
+            )
             storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
             owner = Owner(exchange.blocks, storages)
             summed = [k for k in exchange.blocks.held if exchange.pieces[k].table in self._statistics | self._rare]
@@ -160,6 +202,9 @@ class SpreadTables(Embeddings):
             if self.features[name].table.name in self._summed
         ]
         self._sum_exchange = SumExchange(mesh, bagged, self._kernels, self.device, **codecs) if bagged else None
+        self._push = Push(mesh, self.copies, placement.forward_codec, self.device) if self.copies else None
+        self._stale = bool(self.copies)
+        """whether copies must be brought from their owners before they are read: at first, and after rows were loaded"""
         self._column_sums = ColumnSums(mesh, placement, {name: table.dim for name, table in self.tables.items()})
 
     def _choose_ways(self) -> None:
@@ -233,13 +278,13 @@ class SpreadTables(Embeddings):
         for part, journey in zip(self._exchanges, step.journeys):
             sent, place = journey.asked[0].sent, part.exchange.hops[0].link.place
             for k, p in enumerate(part.numbers):
-                total = int(sent[:, k].sum())
-                if not total or self._wire[p].replicated:
+                piece, total = self._wire[p], int(sent[:, k].sum())
+                if piece.replicated or piece.tier != GLOBAL or not (total or piece.table in self.copies):
                     continue
-                readers = self._readers[self._numbers[self._wire[p].table]]
+                readers = self._readers[self._numbers[piece.table]]
                 ids = sum(step.inverses[self._spec_list[f].name].numel() for f in readers)
-                elsewhere = 1 - int(sent[place, k]) / total
-                self._repeated_bytes += elsewhere * ids * (8 + wire * self._wire[p].width)
+                elsewhere = 1 - (1 / self.mesh.world if piece.table in self.copies else int(sent[place, k]) / total)
+                self._repeated_bytes += elsewhere * ids * (8 + wire * piece.width)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,6 +18,18 @@ from ..kernels import Backend
 from ..plan.placement import Codec, Piece, part_of
 from .codecs import DTYPES, decode, encode, wire_size
 from .mesh import Ints, Link
+
+REPLICATED, NODE, GLOBAL = 0, 1, 2
+"""Tiers of a table, as routes number them: rows with a copy on every rank, rows with a copy in every node, and the others."""
+
+
+@dataclass(slots=True)
+class Routed:
+    """A piece's ids in the order in which they travel: by the rank of the link that they go to."""
+
+    ids: Tensor
+    sizes: Ints
+    """[ranks of the link]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,8 @@ class WirePiece:
     hashed: bool
     replicated: bool = False
     """every rank holds all of it: ids and gradients go to all, and no row travels"""
+    tier: int = GLOBAL
+    """which rows of the table it has"""
 
     @property
     def width(self) -> int:
@@ -47,7 +62,12 @@ class Asked:
     counts: Tensor | None
     """how often each of them was read, where that is told"""
     places: list[Tensor | None]
-    """per piece: of each of its distinct ids the place among all rows of its width that come, in the order of the message"""
+    """per piece: of each of its distinct ids the place among all rows of its width: first those that come, in the order of the
+    message, then those that are read where they are, in the same order"""
+    first: Ints
+    """[ranks, pieces]: the place of each block's first row among those of its width"""
+    near: dict[int, Tensor]
+    """per piece whose rows are read where they are: its ids in the order of the message"""
 
 
 class Hop:
@@ -55,21 +75,23 @@ class Hop:
 
     def __init__(
         self, kernels: Backend, device: torch.device, link: Link, pieces: Sequence[WirePiece],
-        target: Callable[[int], int], counted: bool,
+        target: Callable[[int], int], counted: bool, near: int = REPLICATED,
     ) -> None:  # fmt: skip
         """`target`: which place of the link answers for what a rank holds, or -1 for none. `counted`: tell how often ids were
-        read."""
+        read. `near`: rows of tiers up to this one are read where they are; only their ids and gradients travel."""
         self.kernels, self.device, self.link, self.pieces, self.counted = kernels, device, link, list(pieces), counted
         self._targets = [torch.tensor([target(rank) for rank in piece.piece.ranks]) for piece in pieces]
-        # Where parts lie on the link's ranks in order, sorting by part is sorting by rank.
-        self._in_order = [bool((targets >= 0).all() and (targets.diff() > 0).all()) for targets in self._targets]
+        self._ways = [_way(targets.tolist()) for targets in self._targets]
         self.holds = np.zeros((link.size, len(pieces)), bool)
         for p, targets in enumerate(self._targets):
             self.holds[targets[targets >= 0].numpy(), p] = True
-        # Equal widths lie together, so that a message is one matrix where there is one width; replicas come last.
-        self.order = sorted(range(len(pieces)), key=lambda p: (pieces[p].replicated, pieces[p].width, p))
         self.widths = np.array([piece.width for piece in pieces], np.int64)
         self.replicated = np.array([piece.replicated for piece in pieces], bool)
+        self.near = np.array([piece.tier <= near for piece in pieces], bool)
+        self.silent = self.replicated | self.near
+        """no row travels"""
+        # Equal widths lie together, so that a message is one matrix where there is one width; what has no rows comes last.
+        self.order = sorted(range(len(pieces)), key=lambda p: (self.silent[p], self.replicated[p], self.widths[p], p))
 
     def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
         """(rank, piece, count) in the order of a message with these counts [ranks, pieces]; `rows`: only what travels as rows."""
@@ -77,11 +99,15 @@ class Hop:
             (k, p, of_rank[p])
             for k, of_rank in enumerate(counts.tolist())
             for p in self.order
-            if of_rank[p] and not (rows and self.replicated[p])
+            if of_rank[p] and not (rows and self.silent[p])
         ]
 
+    def near_blocks(self, counts: Ints) -> list[tuple[int, int, int]]:
+        """(rank, piece, count) of what is read where it is, in the order of its rows."""
+        return [block for block in self.blocks(counts, rows=False) if self.near[block[1]]] if self.near.any() else []
+
     def ask(
-        self, distinct: Sequence[Tensor | None], counts: Sequence[Tensor | None], header: Ints
+        self, distinct: Sequence[Tensor | Routed | None], counts: Sequence[Tensor | None], header: Ints
     ) -> tuple[Asked, Ints]:
         """Sends every distinct id of every piece to the rank that answers for it. `header`: a few numbers for every rank; those
         of the others are given back, [ranks, numbers]."""
@@ -91,16 +117,22 @@ class Hop:
         sorted_counts: list[Tensor | None] = [None] * len(self.pieces)
         orders: list[Tensor | None] = [None] * len(self.pieces)
         for p, (piece, ids) in enumerate(zip(self.pieces, distinct)):
+            if isinstance(ids, Routed):
+                sorted_ids[p], sent[:, p] = ids.ids, ids.sizes
+                continue
             if ids is None or not ids.numel():
                 continue
-            targets = self._targets[p]
+            targets, way = self._targets[p], self._ways[p]
             if piece.replicated:
                 sent[:, p] = ids.numel()
             elif len(targets) == 1 or size == 1:
                 sent[int(targets[0]), p] = ids.numel()
-            elif self._in_order[p]:
-                orders[p], sizes = self.kernels.deal(ids, len(targets), piece.hashed)
-                sent[targets.numpy(), p] = sizes.cpu().numpy()
+            elif way is not None:
+                divisor, places = way
+                orders[p], sizes, _ = self.kernels.route(
+                    ids, None, (), len(targets), divisor, len(places), piece.hashed
+                )
+                sent[places, p] = sizes[0].cpu().numpy()
             else:
                 place = targets.to(ids.device)[part_of(ids, len(targets), piece.hashed)]
                 orders[p] = torch.argsort(place, stable=True)
@@ -115,14 +147,20 @@ class Hop:
         received, headers = came[:, header.size :], came[:, : header.size]
         ids = self._message(sorted_ids, sent)
         per_rank = sent.sum(1), received.sum(1)
+        read: Tensor | None = None
         if self.counted:
+            # Those of tiers are not counted: their tables give every id a row.
+            for p, part in enumerate(sorted_ids):
+                if part is not None and sorted_counts[p] is None:
+                    sorted_counts[p] = torch.ones_like(part)
             both = torch.stack([ids, self._message(sorted_counts, sent)], 1)
-            landed, times = self.link.all_to_all(both, *per_rank).unbind(1)
-            asked = Asked(sent, received, landed.contiguous(), times.contiguous(), [])
+            landed, told_times = self.link.all_to_all(both, *per_rank).unbind(1)
+            landed, read = landed.contiguous(), told_times.contiguous()
         else:
-            asked = Asked(sent, received, self.link.all_to_all(ids, *per_rank), None, [])
-        asked.places = self._find_places(orders, sent)
-        return asked, headers
+            landed = self.link.all_to_all(ids, *per_rank)
+        first = self._find_first(sent)
+        near = {p: part for p, part in enumerate(sorted_ids) if part is not None and self.near[p]}
+        return Asked(sent, received, landed, read, self._find_places(orders, sent, first), first, near), headers
 
     def _message(self, parts: Sequence[Tensor | None], sent: Ints) -> Tensor:
         """Parts that are sorted by rank, piece by piece, as a message: by rank, then by piece."""
@@ -134,14 +172,18 @@ class Hop:
         blocks = [splits[p][k] for k, p, _ in self.blocks(sent, rows=False)]
         return torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64, device=self.device)
 
-    def _find_places(self, orders: Sequence[Tensor | None], sent: Ints) -> list[Tensor | None]:
-        """Where each distinct id's row will lie among the rows of its width, which come in the order of the message."""
+    def _find_first(self, sent: Ints) -> Ints:
+        """Where each block's rows will begin among those of their width: what comes, in the message's order, then the rest."""
         first = np.zeros_like(sent)
         next_of: dict[int, int] = {}
-        for k, p, count in self.blocks(sent, rows=True):
+        for k, p, count in [*self.blocks(sent, rows=True), *self.near_blocks(sent)]:
             width = int(self.widths[p])
             first[k, p] = next_of.get(width, 0)
             next_of[width] = first[k, p] + count
+        return first
+
+    def _find_places(self, orders: Sequence[Tensor | None], sent: Ints, first: Ints) -> list[Tensor | None]:
+        """Where each distinct id's row will lie."""
         places: list[Tensor | None] = []
         for p in range(len(self.pieces)):
             total = int(sent[:, p].sum())
@@ -158,16 +200,24 @@ class Hop:
         return places
 
     def rows_of_width(self, sent: Ints) -> dict[int, int]:
-        """How many rows of each width come back."""
+        """How many rows of each width come back or are read where they are."""
         totals: dict[int, int] = {}
-        for _, p, count in self.blocks(sent, rows=True):
+        for _, p, count in [*self.blocks(sent, rows=True), *self.near_blocks(sent)]:
             totals[int(self.widths[p])] = totals.get(int(self.widths[p]), 0) + count
         return totals
 
     def answer(self, asked: Asked, rows: Tensor, codec: Codec) -> dict[int, Tensor]:
-        """Sends the rows that were asked for (float32, flat, in the order of the ids); gives the rows that came, by width."""
+        """Sends the rows that were asked for (float32, flat, in the order of the ids); gives the rows that came, by width, and
+        room behind them for those that are read where they are."""
         flat = self._exchange(rows, asked.received, asked.sent, codec, rows=True)
-        return self._by_width(flat, asked.sent)
+        found = self._by_width(flat, asked.sent)
+        for width, total in self.rows_of_width(asked.sent).items() if self.near.any() else ():
+            came = found.get(width)
+            if came is None or came.shape[0] < total:
+                found[width] = self.link.mesh.empty((total, width), flat)
+                if came is not None:
+                    found[width][: came.shape[0]] = came
+        return found
 
     def _by_width(self, flat: Tensor, sent: Ints) -> dict[int, Tensor]:
         blocks = self.blocks(sent, rows=True)
@@ -187,18 +237,21 @@ class Hop:
         distinct ids; gives what came for the ids this rank was asked for: flat, in their order."""
         sent = asked.sent
         blocks = self.blocks(sent, rows=False)
-        travelling = [block for block in blocks if not self.replicated[block[1]]]
+        travelling = [block for block in blocks if not self.silent[block[1]]]
         widths = {int(self.widths[p]) for _, p, _ in travelling}
         if len(travelling) == len(blocks) and len(widths) == 1:
             flat = gradients[widths.pop()].view(-1)
         else:
-            splits = {
-                width: iter(torch.split(gradients[width], [n for _, p, n in travelling if self.widths[p] == width]))
-                for width in widths
-            }
+            placed: dict[int, list[tuple[int, int, int]]] = {}
+            for block in [*travelling, *self.near_blocks(sent)]:
+                placed.setdefault(int(self.widths[block[1]]), []).append(block)
+            of_block: dict[tuple[int, int], Tensor] = {}
+            for width, mine in placed.items():
+                cut = torch.split(gradients[width], [count for _, _, count in mine])
+                of_block |= {(k, p): part for (k, p, _), part in zip(mine, cut)}
             parts = []
-            for _, p, _ in blocks:
-                part = replicas[p] if self.replicated[p] else next(splits[int(self.widths[p])])
+            for k, p, _ in blocks:
+                part = replicas[p] if self.replicated[p] else of_block[k, p]
                 assert part is not None
                 parts.append(part.reshape(-1))
             flat = torch.cat(parts) if parts else torch.empty(0, device=self.device)
@@ -209,12 +262,25 @@ class Hop:
             return [(n, int(self.widths[p])) for _, p, n in self.blocks(counts, rows)]
 
         def sizes(counts: Ints) -> Ints:
-            travelling = counts * ~self.replicated if rows else counts
+            travelling = counts * ~self.silent if rows else counts
             total: Ints = wire_size(travelling, self.widths, codec).sum(1)
             return total
 
-        if self.link.size == 1:
+        if self.link.size == 1 or (rows and self.silent.all()):
             return flat
         wire = encode(flat, runs(sent), codec)
         assert wire.dtype == DTYPES[codec]
         return decode(self.link.all_to_all(wire, sizes(sent), sizes(received)), runs(received), codec)
+
+
+def _way(targets: Sequence[int]) -> tuple[int, Ints] | None:
+    """(divisor, places) where arithmetic gives the place of the link that answers for a part: places[part // divisor % their
+    number]. None where a table is on ranks in some other order. Parts that this rank is never asked for have no target."""
+    known = [(part, target) for part, target in enumerate(targets) if target >= 0]
+    if len(known) == len(targets) and all(one[1] < other[1] for one, other in pairwise(known)):
+        return 1, np.array(targets, np.int64)
+    count = max(targets, default=0) + 1
+    for divisor in (1, len(targets) // count if count else 1):
+        if known and divisor and all(target == part // divisor % count for part, target in known):
+            return divisor, np.arange(count, dtype=np.int64)
+    return None

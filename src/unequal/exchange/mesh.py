@@ -69,6 +69,7 @@ class Mesh:
         everyone = (
             list(range(self.world)) if group is None or not self.distributed else dist.get_process_group_ranks(group)
         )
+        self._job = group
         self.gloo = self.distributed and dist.get_backend(group) == "gloo"
         self.everyone = Link(self, tuple(range(self.world)), self._group(everyone))
         self.in_node = self.lane = self.everyone
@@ -77,6 +78,10 @@ class Mesh:
                 everyone, [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(self.nodes)]
             )
             self.lane = self._link(everyone, [range(g, self.world, ranks_per_node) for g in range(ranks_per_node)])
+
+    def apart(self) -> Mesh:
+        """The same ranks with groups, buffers and counters of their own. All ranks call it."""
+        return Mesh(self.ranks_per_node, self._job)
 
     def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks)) if self.distributed else None

@@ -6,7 +6,7 @@ those of the node's other ranks, and then along the lane of that number: a row c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
 from ..optim import SGD
 from ..plan.placement import Codec
 from ..storage import Storage
-from .hop import Asked, Hop, WirePiece
+from ..storage.copies import Copies
+from .hop import NODE, REPLICATED, Asked, Hop, Routed, WirePiece
 from .mesh import Ints, Mesh
 
 PLAIN = SGD(lr=1.0)
@@ -49,7 +50,7 @@ class Blocks:
         self.held = [p for p in hop.order if hop.holds[hop.link.place, p]]
         self.blocks = [(k, p) for k in range(hop.link.size) for p in self.held]
         self._table_of = table_of
-        self._travelling = self.select([p for p in self.held if not hop.replicated[p]])
+        self._travelling = self.select([p for p in self.held if not hop.silent[p]])
 
     def select(self, pieces: Sequence[int]) -> tuple[FeatureSpecs, Ints]:
         """The blocks of some pieces, as features of a request, and which blocks they are."""
@@ -105,6 +106,43 @@ class Blocks:
         self.kernels.update(request, None, views, lr_factor=factor, step=step)
 
 
+class NearRows:
+    """Rows of a tier that a hop asks nobody for: they are read here, into the place that they have among those that come."""
+
+    def __init__(self, kernels: Backend, hop: Hop, tier: int, copies: Mapping[str, Copies]) -> None:
+        self.kernels = kernels
+        mine = [p for p in hop.order if hop.pieces[p].tier == tier and hop.near[p]]
+        names = list(dict.fromkeys(hop.pieces[p].table for p in mine))
+        self._copies = {p: copies[hop.pieces[p].table] for p in mine}
+        self._of_table = [copies[name] for name in names]
+        self._blocks = [(k, p, hop.pieces[p].width) for k in range(hop.link.size) for p in mine]
+        self._specs = FeatureSpecs(
+            FeatureSpec(hop.pieces[p].table, names.index(hop.pieces[p].table), None, width, number)
+            for number, (_, p, width) in enumerate(self._blocks)
+        )
+
+    def fill(self, asked: Asked, rows: dict[int, Tensor]) -> None:
+        if not any(p in asked.near for p in self._copies):
+            return
+        slots = {
+            p: torch.split(copies.locate(asked.near[p]), asked.sent[:, p].tolist())
+            for p, copies in self._copies.items()
+            if p in asked.near
+        }
+        parts, views, none = [], [], asked.ids[:0]
+        for k, p, width in self._blocks:
+            parts.append(slots[p][k] if p in slots else none)
+            first = int(asked.first[k, p])
+            views.append(rows[width][first : first + parts[-1].numel()] if parts[-1].numel() else torch.empty(
+                0, width, device=none.device
+            ))  # fmt: skip
+        bounds = np.cumsum([0, *(part.numel() for part in parts)], dtype=np.int64)
+        flat, tables = torch.cat(parts), [copies.rows for copies in self._of_table]
+        offsets = torch.from_numpy(bounds).to(flat.device)
+        index = np.arange(len(parts), dtype=np.int64)
+        read(self.kernels, Request(tables, self._specs, 1, index, flat, flat, offsets, None, bounds), None, views)
+
+
 class Owner:
     """This rank's shards, as the last hop's messages ask for them."""
 
@@ -149,15 +187,16 @@ class RowExchange:
 
     def __init__(
         self, mesh: Mesh, pieces: Sequence[WirePiece], kernels: Backend, device: torch.device, *,
-        two_hops: bool, counted: bool, forward_codec: Codec, backward_codec: Codec,
+        two_hops: bool, counted: bool, forward_codec: Codec, backward_codec: Codec, copies: Mapping[str, Copies],
     ) -> None:  # fmt: skip
+        """`copies`: of the tables with tiers, by name."""
         self.mesh, self.pieces, self.kernels, self.device = mesh, list(pieces), kernels, device
         self.forward_codec, self.backward_codec = forward_codec, backward_codec
         size = mesh.ranks_per_node
         if two_hops:
             lane = {rank: place for place, rank in enumerate(mesh.lane.ranks)}
             near = Hop(kernels, device, mesh.in_node, pieces, lambda rank: rank % size, counted)
-            far = Hop(kernels, device, mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted)
+            far = Hop(kernels, device, mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted, near=NODE)
             self.hops = [near, far]
         else:
             self.hops = [Hop(kernels, device, mesh.everyone, pieces, lambda rank: rank, counted)]
@@ -167,8 +206,9 @@ class RowExchange:
         self.widths = sorted({piece.width for piece in pieces})
         self._between = Blocks(kernels, self.hops[0], [self.widths.index(piece.width) for piece in pieces])
         self._all_between = self._between.select(self._between.held)
+        self._near = [NearRows(kernels, hop, tier, copies) for hop, tier in zip(self.hops, (REPLICATED, NODE))]
 
-    def ask(self, distinct: Sequence[Tensor | None], counts: Sequence[Tensor | None], header: Ints) -> Journey:
+    def ask(self, distinct: Sequence[Tensor | Routed | None], counts: Sequence[Tensor | None], header: Ints) -> Journey:
         """Brings every piece's distinct ids to their owners."""
         asked, headers = self.hops[0].ask(distinct, counts, header)
         journey = Journey([asked], asked.ids, None, headers)
@@ -209,12 +249,15 @@ class RowExchange:
         if all(piece.replicated for piece in self.pieces):
             return {}
         rows = self.hops[-1].answer(last, self.blocks.read(tables, journey.slots, last.received), self.forward_codec)
+        self._near[-1].fill(last, rows)
         if journey.between is None:
             return rows
         middle = [matrix_rows(self._width(rows, width)) for width in self.widths]
         first = journey.asked[0]
         answers = self._between.read(middle, journey.between, first.received)
-        return self.hops[0].answer(first, answers, self.forward_codec)
+        rows = self.hops[0].answer(first, answers, self.forward_codec)
+        self._near[0].fill(first, rows)
+        return rows
 
     def _width(self, rows: dict[int, Tensor], width: int) -> Tensor:
         found = rows.get(width)

@@ -6,8 +6,9 @@ initialize(rows, ids, first, count, std)   fresh rows
 round_rows(values, slots, dtype, key)      stochastic rounding
 unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
-deal(ids, parts, hashed)                   ids sorted by the part they belong to, and how many each part has
-deal_bags(ids, lengths, parts, hashed)     the same for bags, with the lengths of each part's share of them
+route(ids, directory, cuts, ...)           ids sorted by tier and by the rank that answers, and how many each has
+deal_bags(ids, lengths, parts, hashed)     bags dealt out by part, with the lengths of each part's share of them
+pair_dots(x), pair_dots_gradient(x, g)     dot products of all pairs of a sample's vectors, and back (CPU only)
 HashDirectory(...)                         id → slot for unbounded ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
@@ -36,9 +37,11 @@ class Backend:
     round_rows: Callable[..., torch.Tensor]
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     HashDirectory: Callable[..., Any]
-    deal: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
+    pair_dots: Callable[..., torch.Tensor] | None = None
+    pair_dots_gradient: Callable[..., torch.Tensor] | None = None
 
     @property
     def on_device(self) -> bool:

@@ -215,17 +215,35 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return distinct[:found], inverse, counts[:found]
 
 
-def deal(ids: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor]:
-    ids, order, sizes = ids.contiguous(), torch.empty_like(ids), torch.empty(parts, dtype=torch.int64)
-    _library().uq_deal(
+def route(
+    ids: Tensor,
+    directory: "HashDirectory | None",
+    cuts: Sequence[int],
+    parts: int,
+    divisor: int,
+    places: int,
+    hashed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ids, order, numbers = ids.contiguous(), torch.empty_like(ids), torch.empty_like(ids)
+    sizes = torch.empty(len(cuts) + 1, places, dtype=torch.int64)
+    failed = _library().uq_route(
         _pointer(ids),
         ctypes.c_int64(ids.numel()),
+        None if directory is None else _pointer(directory._table),
+        ctypes.c_int64(0) if directory is None else directory._capacity,
+        (ctypes.c_int64 * len(cuts))(*cuts),
+        ctypes.c_int64(len(cuts)),
         ctypes.c_int64(parts),
+        ctypes.c_int64(divisor),
+        ctypes.c_int64(places),
         int(hashed),
         _pointer(order),
         _pointer(sizes),
+        _pointer(numbers),
     )
-    return order, sizes
+    if failed:
+        raise MemoryError(f"no memory to route {ids.numel():,} ids")
+    return order, sizes, numbers
 
 
 def deal_bags(ids: Tensor, lengths: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,6 +261,39 @@ def deal_bags(ids: Tensor, lengths: Tensor, parts: int, hashed: bool) -> tuple[T
         _pointer(sizes),
     )
     return dealt, shares, sizes
+
+
+def pair_dots(x: Tensor) -> Tensor:
+    x, (samples, features, dim) = x.contiguous(), x.shape
+    products = torch.empty(samples, features * (features - 1) // 2)
+    failed = _library().uq_pair_dots(
+        _pointer(x),
+        ctypes.c_int64(samples),
+        ctypes.c_int64(features),
+        ctypes.c_int64(dim),
+        _pointer(products),
+        _threads(samples * features),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the products of {features:,} vectors")
+    return products
+
+
+def pair_dots_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    x, gradient, (samples, features, dim) = x.contiguous(), gradient.contiguous(), x.shape
+    out = torch.empty_like(x)
+    failed = _library().uq_pair_dots_gradient(
+        _pointer(x),
+        _pointer(gradient),
+        ctypes.c_int64(samples),
+        ctypes.c_int64(features),
+        ctypes.c_int64(dim),
+        _pointer(out),
+        _threads(samples * features),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the gradient of {features:,} vectors")
+    return out
 
 
 class HashDirectory:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import Backend, backend
+
 
 class _PairDots(torch.autograd.Function):
     """x [batch, features, dim] → x_i · x_j for all i < j.
@@ -27,8 +29,34 @@ class _PairDots(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, pair_of = ctx.saved_tensors
         features = x.shape[1]
-        padded = nn.functional.pad(gradient, (0, 1))
-        return torch.bmm(padded.index_select(1, pair_of).view(-1, features, features), x), None, None
+        both = nn.functional.pad(gradient, (0, 1)).index_select(1, pair_of).view(-1, features, features)
+        # Under autocast the products, and so their gradient, have a narrower dtype than x.
+        return torch.bmm(both, x.to(both.dtype)).to(x.dtype), None, None
+
+
+class _PairDotsOnCPU(torch.autograd.Function):
+    """The same by the kernels, which compute each product once and straight where it belongs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: Backend) -> Tensor:
+        assert kernels.pair_dots is not None
+        ctx.kernels = kernels
+        ctx.save_for_backward(x)
+        return kernels.pair_dots(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.kernels.pair_dots_gradient(x, gradient), None
+
+
+def _pair_dots_kernels(x: Tensor) -> Backend | None:
+    """The kernels, where they take x as it is: float32 on the CPU, not under autocast."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return None
+    kernels = backend("cpu")
+    return None if kernels.pair_dots is None else kernels
 
 
 class DotInteraction(nn.Module):
@@ -65,6 +93,9 @@ class DotInteraction(nn.Module):
             x = torch.stack([project(part) for project, part in zip(self.projections, parts)], 1)
         if len(self.dims) == 1:
             return x.squeeze(1)
+        kernels = _pair_dots_kernels(x)
+        if kernels is not None:
+            return _PairDotsOnCPU.apply(x, kernels)  # type: ignore[no-any-return,no-untyped-call]
         return _PairDots.apply(x, self.pairs, self.pair_of)  # type: ignore[no-any-return,no-untyped-call]
 
 

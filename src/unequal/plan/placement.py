@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RecipeError
-from ..kernels.reference.deal import part_of as part_of
+from ..kernels.reference.route import part_of as part_of
 from ..tables import Table
 
 Kind = Literal[

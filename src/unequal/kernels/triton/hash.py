@@ -63,19 +63,24 @@ def _claim(keys, capacity, positions, ids, wanted):
     return at, taken
 
 
+@triton.jit
+def find_slots(keys, slots, capacity, ids, wanted):
+    """What the entry of each id holds; -1 where it has none."""
+    at = _home(ids, capacity)
+    held = tl.load(keys + at, mask=wanted, other=EMPTY)
+    pending = (held != ids) & (held != EMPTY)
+    while _any(pending):
+        at = tl.where(pending, (at + 1) & (capacity - 1).to(tl.int64), at)
+        held = tl.load(keys + at, mask=pending, other=EMPTY)
+        pending = (held != ids) & (held != EMPTY)
+    return tl.load(slots + at, mask=wanted, other=-1).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["capacity", "count", "otherwise"])
 def _find(keys, slots, capacity, ids, count, otherwise, out, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    id_ = tl.load(ids + i, mask=inside, other=EMPTY)
-    at = _home(id_, capacity)
-    held = tl.load(keys + at, mask=inside, other=EMPTY)
-    pending = (held != id_) & (held != EMPTY)
-    while _any(pending):
-        at = tl.where(pending, (at + 1) & (capacity - 1).to(tl.int64), at)
-        held = tl.load(keys + at, mask=pending, other=EMPTY)
-        pending = (held != id_) & (held != EMPTY)
-    slot = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
+    slot = find_slots(keys, slots, capacity, tl.load(ids + i, mask=inside, other=EMPTY), inside)
     tl.store(out + i, tl.where(slot >= 0, slot, otherwise), mask=inside)
 
 
@@ -157,7 +162,7 @@ def _settle(
         tl.store(counters + NEXT, start + total)
 
 
-def _block(ids: Tensor) -> int:
+def block_of(ids: Tensor) -> int:
     """Ids per program. In the interpreter, which works on the CPU, a program costs as much as a thousand ids."""
     return 256 if ids.device.type == "cuda" else min(16384, power_of_two(max(16, ids.numel())))
 
@@ -174,7 +179,7 @@ def assign(
     keys: Tensor, slots: Tensor, counters: Tensor, ids: Tensor, admit_after: int, rare: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See HashDirectory.insert_padded. counters: entries used, next slot. There must be room for all ids."""
-    capacity, count, block = keys.numel() - 1, ids.numel(), _block(ids)
+    capacity, count, block = keys.numel() - 1, ids.numel(), block_of(ids)
     grid = (max(1, ceil_div(count, block)),)
     out, entries, admitted = torch.empty_like(ids), torch.empty_like(ids), torch.empty_like(ids)
     marks = torch.empty(count, dtype=torch.int32, device=ids.device)
@@ -283,7 +288,7 @@ class HashDirectory:
             self._put(keys, slots)
 
     def _put(self, ids: Tensor, slots: Tensor) -> None:
-        block = _block(ids)
+        block = block_of(ids)
         _put[ceil_div(ids.numel(), block),](
             self._keys, self._slots, self.capacity, self._counters, ids, slots, ids.numel(), BLOCK=block
         )
@@ -303,7 +308,7 @@ class HashDirectory:
 
     def find(self, ids: Tensor, otherwise: int = -1) -> Tensor:
         """The slot of every id; `otherwise` where it has none."""
-        ids, out, block = ids.contiguous(), torch.empty_like(ids), _block(ids)
+        ids, out, block = ids.contiguous(), torch.empty_like(ids), block_of(ids)
         _find[ceil_div(ids.numel(), block),](
             self._keys, self._slots, self.capacity, ids, ids.numel(), otherwise, out, BLOCK=block
         )

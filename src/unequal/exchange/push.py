@@ -1,0 +1,147 @@
+"""Copies follow their owners: after an update every owner sends its changed rows along its lane, one message to each other node,
+and there the lane's rank passes on those that every rank has. It runs beside the rest of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..plan.placement import Codec
+from ..storage.copies import Copies
+from .codecs import DTYPES, decode, encode, wire_size
+from .hop import REPLICATED
+from .mesh import Ints, Link, Mesh
+
+NUMBER = torch.int32
+"""how a row is named: by its number among those that have copies"""
+
+
+@dataclass(slots=True)
+class Changed:
+    """Rows of one table that have new values."""
+
+    numbers: Tensor
+    wire: Tensor
+    """[rows, elements of a row on the wire]: as they travel, so that all copies get the same bits, on every way"""
+
+    def below(self, cut: int) -> Changed:
+        chosen = self.numbers < cut
+        return Changed(self.numbers[chosen], self.wire[chosen])
+
+
+class Push:
+    """Sends changed rows of all tables to their copies. Collectives have groups of their own, so that they can run beside those
+    of the step; every rank starts the same number of them."""
+
+    def __init__(self, mesh: Mesh, copies: Mapping[str, Copies], codec: Codec, device: torch.device) -> None:
+        self.mesh, self.copies, self.codec, self.device = mesh, list(copies.values()), codec, device
+        self._apart = mesh.apart()
+        # One after the other on a GPU: its kernels and collectives have one order there.
+        self._thread = ThreadPoolExecutor(1, "push") if device.type == "cpu" and mesh.world > 1 else None
+        self._running: Future[None] | None = None
+
+    def start(self, updated: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`updated`: for every table numbers and rows (float32) that this rank owns and has changed."""
+        self.wait()
+        changed = [
+            Changed(numbers, encode(rows.reshape(-1), [(rows.shape[0], rows.shape[1])], self.codec).view(rows.shape[0], -1))
+            if rows.shape[0]
+            else Changed(numbers, rows.new_empty(0, 0, dtype=DTYPES[self.codec]))
+            for numbers, rows in updated
+        ]
+        if self._thread is None:
+            self._run(changed)
+        else:
+            self._running = self._thread.submit(self._run, changed)
+
+    def wait(self) -> None:
+        """Until all copies are as their owners."""
+        if self._running is not None:
+            started = perf_counter()
+            running, self._running = self._running, None
+            running.result()
+            self.mesh.traffic.seconds += perf_counter() - started
+        self._count()
+
+    def _count(self) -> None:
+        """What was sent beside counts as sent; only what was waited for counts as time."""
+        own, total = self._apart.traffic, self.mesh.traffic
+        if self._thread is None:
+            total.seconds += own.seconds
+        total.inside, total.across, total.calls = (
+            total.inside + own.inside, total.across + own.across, total.calls + own.calls
+        )  # fmt: skip
+        self._apart.traffic = type(own)()
+
+    def _run(self, changed: Sequence[Changed]) -> None:
+        apart = self._apart
+        everyone = self._send(apart.lane if apart.nodes > 1 else None, changed)
+        shared = [part.below(copies.cuts[REPLICATED]) for copies, part in zip(self.copies, everyone)]
+        if apart.ranks_per_node > 1 and any(copies.cuts[REPLICATED] for copies in self.copies):
+            self._send(apart.in_node, shared)
+
+    def _send(self, link: Link | None, changed: Sequence[Changed]) -> list[Changed]:
+        """To all ranks of a link; writes what came and gives it, own rows included."""
+        for k, part in enumerate(changed):
+            self._write(k, part)
+        if link is None:
+            return list(changed)
+        counts = np.array([part.numbers.numel() for part in changed], np.int64)
+        others = np.array([place != link.place for place in range(link.size)])
+        told = link.all_to_all_counts(np.where(others[:, None], counts, 0))
+        own = torch.cat(
+            [part.numbers.to(NUMBER).view(DTYPES[self.codec]) for part in changed]
+            + [part.wire.reshape(-1) for part in changed]
+        )
+        sizes = [self._size(n) for n in told]
+        message = torch.cat([own] * int(others.sum())) if others.any() else own[:0]
+        came = link.all_to_all(message, np.where(others, own.numel(), 0), np.array(sizes, np.int64))
+        found = [[part] for part in changed]
+        for n, message in zip(told, torch.split(came, sizes)):
+            for k, part in self._unpack(message, n):
+                self._write(k, part)
+                found[k].append(part)
+        return [self._joined(parts) for parts in found]
+
+    def _joined(self, parts: Sequence[Changed]) -> Changed:
+        parts = [part for part in parts if part.numbers.numel()] or list(parts[:1])
+        return Changed(torch.cat([part.numbers for part in parts]), torch.cat([part.wire for part in parts]))
+
+    def _write(self, k: int, part: Changed) -> None:
+        width = self.copies[k].table.dim
+        if part.numbers.numel():
+            runs = [(part.numbers.numel(), width)]
+            self.copies[k].write(part.numbers, decode(part.wire.reshape(-1), runs, self.codec).view(-1, width))
+
+    @property
+    def _per_number(self) -> int:
+        """Elements of the wire's dtype that a number takes: its bits travel as they are."""
+        return NUMBER.itemsize // DTYPES[self.codec].itemsize
+
+    def _lengths(self, counts: Ints) -> list[int]:
+        """Elements of each table's rows in a message with these counts."""
+        return [int(wire_size(int(n), copies.table.dim, self.codec)) for n, copies in zip(counts, self.copies)]
+
+    def _size(self, counts: Ints) -> int:
+        return int(counts.sum()) * self._per_number + sum(self._lengths(counts))
+
+    def _unpack(self, message: Tensor, counts: Ints) -> list[tuple[int, Changed]]:
+        heads = [int(n) * self._per_number for n in counts]
+        parts = torch.split(message, [*heads, *self._lengths(counts)])
+        return [
+            # A copy: the part of a message may begin where an int32 must not.
+            (k, Changed(parts[k].clone().view(NUMBER).to(torch.int64), parts[len(heads) + k].view(int(n), -1)))
+            for k, n in enumerate(counts)
+            if n
+        ]
+
+    def close(self) -> None:
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()

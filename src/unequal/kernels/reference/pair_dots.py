@@ -1,0 +1,18 @@
+"""Dot products of all pairs of a sample's feature vectors, and their gradient."""
+
+import torch
+from torch import Tensor
+
+
+def pair_dots(x: Tensor) -> Tensor:
+    """x [samples, features, dim] → [samples, pairs]: x_i · x_j for all i < j, ordered by i, then j."""
+    first, second = torch.triu_indices(x.shape[1], x.shape[1], 1)
+    return (x @ x.transpose(1, 2))[:, first, second]
+
+
+def pair_dots_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """With regard to x, from the gradient with regard to the products."""
+    first, second = torch.triu_indices(x.shape[1], x.shape[1], 1)
+    both = gradient.new_zeros(x.shape[0], x.shape[1], x.shape[1])
+    both[:, first, second] = both[:, second, first] = gradient
+    return both @ x
