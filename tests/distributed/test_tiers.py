@@ -6,6 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import unequal as uq
 from unequal.errors import UserError
@@ -156,3 +158,85 @@ def test_a_copy_that_differs_is_named(pool):
     placed = replace(place("row_wise", table, 2), tiers=Tiers(np.array([6, 3]), np.array([], np.int64)))
     told = pool.run(spoil_a_copy, problem, Placement(2, 2, {"t": placed}), world=2)
     assert all("table 't': the copy of row 6 on rank 1 differs from its owner's, rank 0" in text for text in told)
+
+
+def bytes_of_two_steps(rank, world, ids_of, placement):
+    """Bytes of a step whose rows have copies, and of the push that follows; copies are brought before."""
+    table = uq.Table("t", rows=64, dim=8)
+    module = uq.shard(uq.Embeddings({"f": uq.Feature(table, None)}, device="meta"), placement)
+    module.check_copies()
+    ids = torch.tensor(ids_of[rank], dtype=torch.int64)
+    batch = uq.Batch.from_jagged({"f": uq.Jagged(ids, torch.tensor([ids.numel()]))})
+    before = module.mesh.traffic.copy()
+    module(batch)["f"].values.sum().backward()
+    module.wait_for_copies()
+    spent = module.mesh.traffic.since(before)
+    return spent.inside, spent.across
+
+
+def traffic(pool, ids, unique):
+    table = uq.Table("t", rows=64, dim=8)
+    tiers = Tiers(np.array([2, 6]), np.array([3, 7]))
+    placed = replace(place("row_wise", table, 4, 2), tiers=tiers)
+    placement = Placement(4, 2, {"t": placed}, unique=unique)
+    return np.array(pool.run(bytes_of_two_steps, ids, placement, world=4, ranks_per_node=2)).sum(0)
+
+
+@pytest.mark.parametrize("unique", ["node", "rank", "none"])
+def test_bytes_of_rows_with_copies(pool, unique):
+    """Rows 2 and 3 are those of ranks 2 and 3 on node 1. Exact figures, beyond those of a step without ids."""
+    nothing, row, id_, number = [], 4 * 8, 8, 4
+    idle = traffic(pool, [nothing] * 4, unique)
+
+    def spent(*ids):
+        return (traffic(pool, list(ids), unique) - idle).tolist()
+
+    # Replicated, read on node 0: its gradient goes to its owner, who sends the new row to node 0, and both pass it on.
+    assert spent([2] * 5, nothing, nothing, nothing) == [2 * (number + row), id_ + row + number + row]
+    assert spent(nothing, [2], nothing, nothing) == [id_ + row + 2 * (number + row), id_ + row + number + row]
+    assert spent([2], [2] * 3, [2], [2]) == [2 * (id_ + row) + 2 * (number + row), id_ + row + number + row]
+    # In every node: rank 0 asks rank 1, which has the copy; the gradient goes on to rank 3 and the new row comes back.
+    assert spent([3] * 5, nothing, nothing, nothing) == [id_ + row + row, id_ + row + number + row]
+    assert spent(nothing, [3], nothing, nothing) == [0, id_ + row + number + row]
+    assert spent(nothing, nothing, nothing, [3]) == [0, number + row]
+    # Neither: as often as it is read, or once.
+    times = 5 if unique == "none" else 1
+    assert spent([10] * 5, nothing, nothing, nothing) == [0, times * (id_ + row + row)]
+
+
+def copies_of(rank, world=4, size=2, rows=None):
+    from unequal.kernels import backend
+    from unequal.storage.copies import Copies
+
+    table = uq.Table("t", rows=rows, dim=3)
+    ids = torch.arange(100, 110), torch.arange(200, 240)
+    return Copies(
+        table, *ids, rank=rank, world=world, ranks_per_node=size, kernels=backend("cpu"), device=torch.device("cpu")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [None, 10_000])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_renamed_copies_stay_where_they_are(rows, data):
+    """A model of what every number holds, through any renames: values of ids that stay are kept, slots are never shared."""
+    copies = copies_of(data.draw(st.integers(0, 3)), rows=rows)
+    values = {id_: float(k) for k, id_ in enumerate(copies.ids.tolist())}
+
+    def write(numbers):
+        wanted = torch.tensor([[values[id_]] * 3 for id_ in copies.ids[numbers].tolist()]).view(-1, 3)
+        copies.write(numbers, wanted)
+
+    write(torch.arange(copies.count))
+    for turn in range(4):
+        numbers = data.draw(st.lists(st.integers(0, 49), max_size=30, unique=True))
+        ids = [10_000 * (turn + 1) + data.draw(st.integers(0, 99)) * 50 + k for k in range(len(numbers))]
+        values |= {id_: float(id_) for id_ in ids}
+        copies.rename(torch.tensor(numbers, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64))
+        write(torch.tensor(numbers, dtype=torch.int64))
+        mine = copies.owners(copies.ids) % 2 == copies.rank % 2
+        assert copies.held.tolist() == [k < 10 or bool(lane) for k, lane in enumerate(mine)]
+        held = copies.ids[copies.held]
+        slots = copies.locate(held)
+        assert slots.unique().numel() == slots.numel() and (copies.slots[~copies.held] == -1).all()
+        assert copies.rows.weights[0][slots][:, 0].tolist() == [values[id_] for id_ in held.tolist()]

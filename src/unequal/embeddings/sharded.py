@@ -36,6 +36,7 @@ class ShardedEmbeddings(TieredTables):
         self._bring_copies()
         step = Step(batch, weights, insert, by_sums=weights is None and self._sum_exchange is not None)
         with self._timed("unique"):
+            self._watch_drift(step)
             problem = self._make_unique(step)
             if problem is None:
                 self._route(step, self._together)
@@ -56,6 +57,8 @@ class ShardedEmbeddings(TieredTables):
                     return self._describe_wrong(batch, t, table.rows)
             if step.by_sums and name in self._summed:
                 continue
+            if self._watch is not None and step.insert:
+                self._watch.note(self._step, name, ids)
             step.distinct[name], inverse, step.counts[name] = self._unique(name, ids)
             for f, part in zip(self._readers[t], torch.split(inverse, [part.numel() for part in parts])):
                 step.inverses[self._spec_list[f].name] = part

@@ -11,19 +11,21 @@ from torch import Tensor
 from ..exchange.mesh import Mesh
 from ..plan.placement import Placement, Shard, part_of, place
 from ..storage import Storage
+from .drift import Drift
 from .module import Embeddings, exact_device
 from .sharded import ShardedEmbeddings
 
 
 def shard(
     embeddings: Embeddings, plan: Placement | None = None, mesh: Any = None, *,
-    device: torch.device | str | None = None, timing: bool = False,
+    device: torch.device | str | None = None, timing: bool = False, drift: Drift | None = None,
 ) -> ShardedEmbeddings:  # fmt: skip
     """The module's tables spread over the ranks of the job, with the same interface. All ranks call it.
 
     `plan`: where everything goes; by default every table is dealt out by rows over all ranks. `mesh`: a torch DeviceMesh with
     the dimensions (node, rank), or nothing for the whole job. A module on 'meta' holds nothing and is filled with fresh rows;
     of any other the values are taken over. `device`: where the shards are to be, by default where the module is, or the CPU.
+    `drift`: what is done where the rows of a tiered plan are no longer those that are read most; by default nothing.
     """
     ranks = Mesh.of(mesh)
     if plan is None:
@@ -31,7 +33,7 @@ def shard(
         plan = Placement(ranks.world, ranks.ranks_per_node, placed)
     if device is None:
         device = "cpu" if embeddings.device.type == "meta" else embeddings.device
-    sharded = ShardedEmbeddings(embeddings, plan, ranks, exact_device(device), timing)
+    sharded = ShardedEmbeddings(embeddings, plan, ranks, exact_device(device), timing, drift)
     if embeddings.device.type != "meta":
         _take_over(embeddings, sharded)
     sharded.train(embeddings.training)

@@ -24,6 +24,7 @@ from ..plan.placement import Placement, Shard
 from ..storage import Storage, make_shard
 from ..storage.copies import Copies
 from .device import out_of_memory
+from .drift import Drift, Watch
 from .module import Embeddings, exact_device
 
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -47,6 +48,8 @@ class Step:
     """per piece of a table with tiers: what it is asked for"""
     orders: dict[str, Tensor] = field(default_factory=dict)
     """per table with tiers: its distinct ids by tier"""
+    moves: int = 0
+    """how often rows had moved between tiers when they were"""
     journeys: list[Journey] = field(default_factory=list)
     places: dict[int, Tensor | None] = field(default_factory=dict)
     """per piece: of each distinct id of its table the place of its row among all that came"""
@@ -90,8 +93,9 @@ class SpreadTables(Embeddings):
     """Every rank's shards of the tables, and how they are asked for. What a step does with them: sharded.py."""
 
     def __init__(
-        self, source: Embeddings, placement: Placement, mesh: Mesh, device: torch.device, timing: bool = False
-    ) -> None:
+        self, source: Embeddings, placement: Placement, mesh: Mesh, device: torch.device, timing: bool = False,
+        drift: Drift | None = None,
+    ) -> None:  # fmt: skip
         placement.check(source.tables)
         if (placement.world, placement.ranks_per_node) != (mesh.world, mesh.ranks_per_node):
             raise UserError(
@@ -109,6 +113,9 @@ class SpreadTables(Embeddings):
         self._choose_ways()
         self.copies = self._make_copies()
         """of the tables with tiers: rows that are read here without asking"""
+        watched = self.copies and drift is not None and drift.mode != "off"
+        self._watch = Watch(drift, self.copies, mesh) if watched and drift is not None else None
+        self._watched, self._moves = -1, 0
         self._wire, self._pieces_of, self._tier_pieces = self._lay_out_pieces()
         self._build_exchange()
         self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from ..exchange.hop import Routed
 from ..exchange.rows import Journey, read
 from ..kernels import Backend
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
+from ..plan.moves import Moves
 from ..plan.placement import Shard
 from ..storage import Storage
+from .drift import TierReport
 from .module import Embeddings
 from .spread import Part, SpreadTables, Step
 
@@ -67,6 +71,7 @@ class TieredTables(SpreadTables):
             step.routed |= dict(zip(self._tier_pieces[name], (replicated, node)))
             step.routed[own] = rest if together else rest.ids
             step.orders[name] = order
+        step.moves = self._moves
 
     def _find_places(self, step: Step) -> dict[int, Tensor | None]:
         """Per piece: of each distinct id of its table the place of its row among all rows of its width."""
@@ -115,12 +120,17 @@ class TieredTables(SpreadTables):
         if self._push is None:
             return
         updated = []
-        for name, pieces in self._tier_pieces.items():
-            ids = torch.cat([self._asked_for(part, journey, p)
-                             for part, journey in zip(self._exchanges, step.journeys)
-                             for p in pieces if p in part.numbers])  # fmt: skip
-            numbers = self.copies[name].directory.find(self._kernels.unique(ids)[0])
-            updated.append(self._own_rows(name, numbers, False))
+        for name, tiers in self._tier_pieces.items():
+            # Rows may have moved between forward and backward: then what was asked for as a row without copies has some now.
+            pieces = tiers if step.moves == self._moves else (*tiers, self._pieces_of[name][0])
+            asked = [
+                self._asked_for(part, journey, p)
+                for part, journey in zip(self._exchanges, step.journeys)
+                for p in pieces
+                if p in part.numbers
+            ]
+            numbers = self.copies[name].directory.find(self._kernels.unique(torch.cat(asked))[0])
+            updated.append(self._own_rows(name, numbers[numbers >= 0], False))
         self._push.start(updated)
 
     @staticmethod
@@ -128,6 +138,35 @@ class TieredTables(SpreadTables):
         last = journey.asked[-1]
         spans = part.exchange.blocks.slices(last.received)[part.numbers.index(p)]
         return torch.cat([last.ids[span] for span in spans])
+
+    def _watch_drift(self, step: Step) -> None:
+        """Before a step that trains: all ranks are at the same one."""
+        if self._watch is None or not step.insert or not self._watch.due(self._step) or self._watched == self._step:
+            return
+        self._watched = self._step
+        self.move_rows(self._watch.round(self._step))
+
+    def move_rows(self, moves: Mapping[str, Moves]) -> None:
+        """Changes which rows have copies, by table. Values and optimizer state are their owners' and stay; copies are brought to
+        where they are now wanted. All ranks call it with the same moves, between steps."""
+        if self._push is None or not any(move.count for move in moves.values()):
+            return
+        self._bring_copies()
+        self.wait_for_copies()
+        self._moves += 1
+        mine = []
+        for name, copies in self.copies.items():
+            move = moves.get(name)
+            numbers = torch.from_numpy(move.numbers if move is not None else np.empty(0, np.int64)).to(self.device)
+            if move is not None and move.count:
+                copies.rename(numbers, torch.from_numpy(move.ids).to(self.device))
+            mine.append(self._own_rows(name, numbers[copies.owners(copies.ids[numbers]) == self.mesh.rank], True))
+        self._push.start(mine)
+
+    @property
+    def tier_reports(self) -> dict[str, list[TierReport]]:
+        """By table: how well its tiers fit what is read, one report a round."""
+        return {} if self._watch is None else self._watch.reports
 
     def wait_for_copies(self) -> None:
         """Until all copies are like their owners' rows; they are sent beside the step."""

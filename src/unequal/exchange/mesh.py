@@ -146,6 +146,19 @@ class Mesh:
             return values
         return torch.stack(self.gather_tensors(values[None])).sum(0)[0]
 
+    def sum_exactly(self, counts: Tensor) -> Tensor:
+        """The sum of whole numbers over all ranks, which no order changes, on the CPU."""
+        if self.world == 1:
+            return counts
+        assert not counts.is_floating_point()
+        total = self.to_link(counts.clone())
+        dist.all_reduce(total, group=self.everyone.group)
+        return total.cpu()
+
+    def to_link(self, tensor: Tensor) -> Tensor:
+        """Where collectives can reach it."""
+        return tensor if self.gloo or self.world == 1 else tensor.cuda()
+
 
 class Link:
     """Ranks that exchange among themselves, and the counters of what crosses."""

@@ -50,7 +50,9 @@ class Push:
         """`updated`: for every table numbers and rows (float32) that this rank owns and has changed."""
         self.wait()
         changed = [
-            Changed(numbers, encode(rows.reshape(-1), [(rows.shape[0], rows.shape[1])], self.codec).view(rows.shape[0], -1))
+            Changed(
+                numbers, encode(rows.reshape(-1), [(rows.shape[0], rows.shape[1])], self.codec).view(rows.shape[0], -1)
+            )
             if rows.shape[0]
             else Changed(numbers, rows.new_empty(0, 0, dtype=DTYPES[self.codec]))
             for numbers, rows in updated

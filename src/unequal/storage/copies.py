@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,25 +30,47 @@ class Copies:
         self.cuts = (replicated.numel(), replicated.numel() + node.numel())
         self.ids = torch.cat([replicated, node]).to(device)
         """by number"""
-        self.set_ids(self.ids)
+        self.held = self._holds()
+        """[numbers]: whether this rank has a copy"""
+        self.slots = torch.where(self.held, self.held.cumsum(0) - 1, -1)
+        self.directory = self._make_directory()
         count = max(1, int(self.held.sum()))
         self.rows = TableRows([zeros((count, table.dim), table.dtype, device)], [], count, NEVER_UPDATED)
 
-    def set_ids(self, ids: Tensor) -> None:
-        """Which id has which number."""
-        self.ids = ids
-        count = ids.numel()
-        owner = self.owners(ids)
-        self.held = owner % self.ranks_per_node == self.rank % self.ranks_per_node
-        self.held[: self.cuts[0]] = True
-        """[numbers]: whether this rank has a copy"""
-        self.slots = torch.where(self.held, self.held.cumsum(0) - 1, -1)
-        self.directory = (
-            self.kernels.HashDirectory(1, 0, device=self.device)
-            if self.kernels.on_device
-            else self.kernels.HashDirectory()
-        )
-        self.directory.restore(ids, torch.arange(count, device=self.device), count)
+    def _holds(self) -> Tensor:
+        held = self.owners(self.ids) % self.ranks_per_node == self.rank % self.ranks_per_node
+        held[: self.cuts[0]] = True
+        return held
+
+    def _make_directory(self) -> Any:
+        kind, count = self.kernels.HashDirectory, self.ids.numel()
+        directory = kind(1, 0, device=self.device) if self.kernels.on_device else kind()
+        directory.restore(self.ids, torch.arange(count, device=self.device), count)
+        return directory
+
+    def rename(self, numbers: Tensor, ids: Tensor) -> None:
+        """Gives some numbers other ids. Rows that stay are not moved; the values of the others are still to be written."""
+        self.ids = self.ids.clone()
+        self.ids[numbers] = ids
+        before, self.held = self.held, self._holds()
+        gone, come = before & ~self.held, (self.held & ~before).nonzero()[:, 0]
+        used = torch.zeros(self.rows.rows, dtype=torch.bool, device=self.device)
+        used[self.slots[before & self.held]] = True
+        free = (~used).nonzero()[:, 0]
+        self.slots[gone] = -1
+        if free.numel() < come.numel():
+            self._grow(self.rows.rows + come.numel() - free.numel())
+            free = torch.cat([free, torch.arange(used.numel(), self.rows.rows, device=self.device)])
+        self.slots[come] = free[: come.numel()]
+        self.directory = self._make_directory()
+
+    def _grow(self, least: int) -> None:
+        """How many rows of the node tier fall to a rank changes with the ids."""
+        old = self.rows.weights[0]
+        count = max(least, old.shape[0] + old.shape[0] // 16)
+        weight = zeros((count, self.table.dim), self.table.dtype, self.device)
+        weight[: old.shape[0]] = old
+        self.rows = TableRows([weight], [], count, NEVER_UPDATED)
 
     def owners(self, ids: Tensor) -> Tensor:
         """The rank whose row each of them is."""
