@@ -6,7 +6,7 @@ STAMP  := $(VENV)/installed
 NATIVE := src/unequal/kernels/libunequal.so
 PEERS  := .venv-peers
 
-.PHONY: help train test test-gpu lint native bench peers clean
+.PHONY: help train test test-gpu lint native bench peers cluster clean
 help:      ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -49,7 +49,10 @@ $(PEERS)/installed:
 	$(PEERS)/bin/pip install -q --disable-pip-version-check tensordict torchmetrics==1.0.3 pyre-extensions iopath tqdm
 	touch $@
 
-bench: $(NATIVE) $(PEERS)/installed  ## remake the benchmarks beside FBGEMM and torch
+cluster:           ## install what benchmarks/cluster.py needs: the commands ip and tc
+	command -v ip >/dev/null && command -v tc >/dev/null || { apt-get update -qq && apt-get install -qq -y iproute2 >/dev/null; }
+
+bench: $(NATIVE) $(PEERS)/installed cluster  ## remake the benchmarks beside FBGEMM and torch
 	$(BIN)/python -m benchmarks
 
 clean:

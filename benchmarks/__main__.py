@@ -1,7 +1,8 @@
 """The one runner: `python -m benchmarks [--only NAME …] [--quick] [--output FILE]`.
 
-Prints a table per benchmark and merges the results into benchmarks/results/cpu.json. A quick run uses tiny workloads:
-it shows that everything works, and writes nothing unless a file is named for it.
+Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate and tiers into
+simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
+unless a file is named for it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .report import BenchmarkError, merge, stamp
 
 NAMES = (
     *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
-    *("distributed", "codecs"),
+    *("distributed", "codecs", "simulate", "tiers"),
 )
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
+APART = {"simulate": RESULTS.with_name("simulate.json"), "tiers": RESULTS.with_name("cluster.json")}
+"""benchmarks whose results do not depend on the machine, or are too many for one file"""
 
 
 def plain_table(name: str, result: dict[str, Any]) -> Table:
@@ -58,7 +61,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny workloads, nothing written unless --output is given")
     parser.add_argument("--output", type=Path, help="the result file (default: benchmarks/results/cpu.json)")
     arguments = parser.parse_args()
-    output: Path | None = arguments.output or (None if arguments.quick else RESULTS)
+    written: set[Path] = set()
     console = Console(width=None if sys.stdout.isatty() else 120)
     failed = False
     for name in arguments.only or NAMES:
@@ -67,15 +70,18 @@ def main() -> int:
                 origin = stamp(arguments.quick)
                 result, view = run(name, arguments.quick)
             console.print(view)
-            if output is not None:
+            if arguments.output is not None or not arguments.quick:
+                output = arguments.output or APART.get(name, RESULTS)
                 merge(output, {name: origin | {"results": result}}, NAMES)
+                written.add(output)
         except BenchmarkError as error:
             failed = True
             print(f"{name}: {error}", file=sys.stderr)
     if arguments.quick:
         console.print("a quick run shows that the benchmarks work; its figures say nothing about speed or memory")
-    if output is not None and not failed:
-        console.print(f"written to {output}", highlight=False)
+    if not failed:
+        for output in sorted(written):
+            console.print(f"written to {output}", highlight=False)
     return int(failed)
 
 

@@ -45,7 +45,7 @@ class Unequal(Side):
             values = workload.initial_weights()
             start = {f"{table.name}.weight": torch.from_numpy(part) for table, part in zip(tables, values)}
             whole.load_state_dict(whole.state_dict() | start)
-        self.placement = arrange(task, whole)
+        self.placement = self.arrange(task, whole)
         self.embeddings = uq.shard(whole, self.placement, timing=True)
         del whole
         self.watch = Watch(self.embeddings, workload.features[0])
@@ -62,6 +62,9 @@ class Unequal(Side):
                 torch.from_numpy(part[k, mine].copy()) for part in (task.samples.dense, task.samples.labels)
             )
             self.batches.append(uq.Batch(tuple(workload.features), ids, lengths, dense=dense, labels=labels))
+
+    def arrange(self, task: Task, embeddings: uq.Embeddings) -> Placement:
+        return arrange(task, embeddings)
 
     def loss(self, batch: int) -> Any:
         inputs = self.batches[batch]

@@ -11,6 +11,12 @@
 #include "buffer.h"
 #include "rows.h"
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define UNEQUAL_SHUFFLES 1
+#endif
+#endif
+
 namespace unequal {
 
 template <>
@@ -99,6 +105,23 @@ void multiply(Matrix left, Matrix right, int64_t depth, float* out, int64_t rows
   }
 }
 
+// A block of 4 × 4, given by its rows.
+inline void transpose_block(const float* const from[4], float* to, int64_t stride) {
+#if UNEQUAL_SHUFFLES
+  Lanes<4> a[4], b[4];
+  for (int r = 0; r < 4; ++r) a[r] = load<4>(from[r]);
+  b[0] = __builtin_shufflevector(a[0], a[1], 0, 4, 1, 5), b[1] = __builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
+  b[2] = __builtin_shufflevector(a[0], a[1], 2, 6, 3, 7), b[3] = __builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
+  for (int r = 0; r < 4; r += 2) {
+    store<4>(to + r * stride, __builtin_shufflevector(b[r], b[r + 1], 0, 1, 4, 5));
+    store<4>(to + (r + 1) * stride, __builtin_shufflevector(b[r], b[r + 1], 2, 3, 6, 7));
+  }
+#else
+  for (int c = 0; c < 4; ++c)
+    for (int r = 0; r < 4; ++r) to[c * stride + r] = from[r][c];
+#endif
+}
+
 // x [features, dim] → turned [dim, stride]. Columns from `features` on hold anything: their products are not read.
 void transpose(const float* x, int64_t features, int64_t dim, float* turned, int64_t stride) {
   for (int64_t i = 0; i < features; i += 4) {
@@ -106,36 +129,47 @@ void transpose(const float* x, int64_t features, int64_t dim, float* turned, int
     for (int64_t r = 0; r < 4; ++r) from[r] = x + std::min(i + r, features - 1) * dim;
     float* to = turned + i;
     int64_t k = 0;
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
     for (; k + 4 <= dim; k += 4, to += 4 * stride) {
-      Lanes<4> a[4], b[4];
-      for (int r = 0; r < 4; ++r) a[r] = load<4>(from[r] + k);
-      b[0] = __builtin_shufflevector(a[0], a[1], 0, 4, 1, 5), b[1] = __builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
-      b[2] = __builtin_shufflevector(a[0], a[1], 2, 6, 3, 7), b[3] = __builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
-      for (int r = 0; r < 4; r += 2) {
-        store<4>(to + r * stride, __builtin_shufflevector(b[r], b[r + 1], 0, 1, 4, 5));
-        store<4>(to + (r + 1) * stride, __builtin_shufflevector(b[r], b[r + 1], 2, 3, 6, 7));
-      }
+      transpose_block(from, to, stride);
+      for (int r = 0; r < 4; ++r) from[r] += 4;
     }
-#endif
-#endif
     for (; k < dim; ++k, to += stride)
-      for (int r = 0; r < 4; ++r) to[r] = from[r][k];
+      for (int r = 0; r < 4; ++r) to[r] = *from[r]++;
   }
 }
 
-// all [features, stride] → what stands right of the diagonal, row by row.
-void take_upper(const float* all, int64_t features, int64_t stride, float* out) {
-  const float* const end = out + features * (features - 1) / 2;
-  for (int64_t i = 0; i + 1 < features; ++i) {
-    const float* const row = all + i * stride + i + 1;
+// What stands right of the diagonal, row by row → the symmetric matrix [features, stride] with zeros on its diagonal. Needs
+// room for 3 rows and a vector more. Rows are written in whole vectors: what is too much lies left of the diagonal of the next
+// row, which comes last.
+void make_symmetric(const float* upper, int64_t features, float* both, int64_t stride) {
+  const float* const end = upper + features * (features - 1) / 2;
+  for (int64_t i = 0; i < features; ++i) {
+    float* const row = both + i * (stride + 1);
     const int64_t count = features - 1 - i;
     int64_t c = 0;
-    for (; c < count && end - out >= c + W; c += W) store<W>(out + c, load<W>(row + c));  // the next row overwrites the excess
-    for (; c < count; ++c) out[c] = row[c];
-    out += count;
+    row[0] = 0.0f;
+    for (; c < count && end - upper >= c + W; c += W) store<W>(row + 1 + c, load<W>(upper + c));
+    for (; c < count; ++c) row[1 + c] = upper[c];
+    upper += count;
   }
+  for (int64_t i = 0; i < features; i += 4) {
+    float* const block = both + i * (stride + 1);
+    for (int64_t r = 1; r < 4; ++r)
+      for (int64_t c = 0; c < r; ++c) block[r * stride + c] = block[c * stride + r];
+    for (int64_t j = 4; i + j < features; j += 4) {
+      const float* const from[4] = {block + j, block + stride + j, block + 2 * stride + j, block + 3 * stride + j};
+      transpose_block(from, block + j * stride, stride);
+    }
+  }
+}
+
+// Writes a row of what is written from front to back and ends at `end`, in whole vectors where they fit: what is too much is
+// written over by the next row. Returns where that begins.
+inline float* append(float* to, const float* from, int64_t count, const float* end) {
+  int64_t c = 0;
+  for (; c < count && end - to >= c + W; c += W) store<W>(to + c, load<W>(from + c));
+  for (; c < count; ++c) to[c] = from[c];
+  return to + count;
 }
 
 }  // namespace
@@ -143,7 +177,8 @@ void take_upper(const float* all, int64_t features, int64_t stride, float* out) 
 
 // x [samples, features, dim] → products [samples, features · (features − 1) / 2]: x_i · x_j for i < j, ordered by i, then j.
 // Returns -1 where memory ran out.
-UNEQUAL_API int64_t uq_pair_dots(const float* x, int64_t samples, int64_t features, int64_t dim, float* products, int threads) try {
+UNEQUAL_API int64_t uq_pair_dots(const float* x, int64_t samples, int64_t features, int64_t dim, float* products,
+                                 int threads) try {
   using namespace unequal;
   const int64_t stride = whole_vectors(features), pairs = features * (features - 1) / 2;
   const int64_t values = features * dim, room = (dim + features) * stride;
@@ -158,7 +193,8 @@ UNEQUAL_API int64_t uq_pair_dots(const float* x, int64_t samples, int64_t featur
       const float *const sample = x + s * values, *const next = sample + values;
       transpose(sample, features, dim, turned, stride);
       multiply({turned, stride}, {turned, stride}, dim, all, features - 1, stride, true, false, {next, next + values});
-      take_upper(all, features, stride, products + s * pairs);
+      float *to = products + s * pairs, *const end = to + pairs;
+      for (int64_t i = 0; i + 1 < features; ++i) to = append(to, all + i * (stride + 1) + 1, features - 1 - i, end);
     }
   }
   return 0;
@@ -166,35 +202,35 @@ UNEQUAL_API int64_t uq_pair_dots(const float* x, int64_t samples, int64_t featur
   return -1;
 }
 
-// The gradient with regard to x: that of x_i is the sum of gradient_ij · x_j over j ≠ i, j ascending.
-UNEQUAL_API int64_t uq_pair_dots_gradient(const float* x, const float* gradient, int64_t samples, int64_t features, int64_t dim,
-                                          float* out, int threads) try {
+// The gradient with regard to x: that of x_i is the sum of gradient_ij · x_j over j ≠ i, j ascending. Returns the same.
+UNEQUAL_API int64_t uq_pair_dots_gradient(const float* x, const float* gradient, int64_t gradient_stride, int64_t samples,
+                                          int64_t features, int64_t dim, float* out, int threads) try {
   using namespace unequal;
-  const int64_t pairs = features * (features - 1) / 2, square = whole_vectors(features * features);
   const int64_t values = features * dim, width = whole_vectors(dim);
+  const int64_t stride = whole_vectors(features), square = (features + 3) * stride + W;
   const bool padded = width != dim, large = samples * values * int64_t(sizeof(float)) >= kLargeOutput;
   const bool streams = large && !padded && can_stream<W>(out, dim);
-  const int64_t room = square + (padded ? 2 * features * width : 0);
+  const int64_t room = square + (padded ? features * width + whole_vectors(values) + W : 0);
   Buffer<float> buffer;
   float* const scratch = buffer.get(size_t(room * threads));
   std::fill(scratch, scratch + room * threads, 0.0f);
 #pragma omp parallel num_threads(threads)
   {
-    float *const both = scratch + room * omp_get_thread_num(), *const wide = both + square;
+    float* const both = scratch + room * omp_get_thread_num();
+    float *const wide = both + square, *const copy = wide + features * width;
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < samples; ++s) {
-      const float *from = gradient + s * pairs, *rows = x + s * values, *const next = rows + values;
-      for (int64_t i = 0; i < features; ++i)
-        for (int64_t j = i + 1; j < features; ++j) both[i * features + j] = both[j * features + i] = *from++;
-      float *const to = out + s * values, *target = to;
-      if (padded) {
-        for (int64_t i = 0; i < features; ++i) std::memcpy(wide + i * width, rows + i * dim, size_t(dim) * sizeof(float));
-        rows = wide;
-        target = wide + features * width;
+      const float *rows = x + s * values, *const next = rows + values;
+      make_symmetric(gradient + s * gradient_stride, features, both, stride);
+      if (!padded) {
+        multiply({both, stride}, {rows, dim}, features, out + s * values, features, dim, false, streams, {next, next + values});
+        continue;
       }
-      multiply({both, features}, {rows, width}, features, target, features, width, false, streams, {next, next + values});
-      if (padded)
-        for (int64_t i = 0; i < features; ++i) std::memcpy(to + i * dim, target + i * width, size_t(dim) * sizeof(float));
+      // The last vector of a row is read beyond the row's end, but not beyond that of x.
+      if ((samples - 1 - s) * values < W) rows = std::copy(rows, next, copy) - values;
+      multiply({both, stride}, {rows, dim}, features, wide, features, width, false, false, {next, next + values});
+      float *to = out + s * values, *const end = to + values;
+      for (int64_t i = 0; i < features; ++i) to = append(to, wide + i * width, dim, end);
     }
     if (streams) finish_stream();
   }

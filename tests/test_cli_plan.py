@@ -66,9 +66,70 @@ def test_overrides_reach_the_plan(shared_clicks: Path, tmp_path: Path) -> None:
     assert saved.inputs["batch_size"] == 128 and saved.ranks_per_node == 2
 
 
+SLOW = """
+nodes = 2
+ranks_per_node = 2
+memory_per_rank = "4 GB"
+[across]
+bytes_per_second = "100 kB/s"
+seconds_per_message = 1e-6
+"""
+TIERED = ("--set", "tables.items.sharding=tiers", "--set", "exchange.unique=none")
+
+
+@pytest.fixture
+def profile(shared_clicks: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "clicks.profile"
+    done = CliRunner().invoke(app, ["profile", str(shared_clicks), "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    return file
+
+
+def test_tiers_are_explained_and_saved(shared_clicks: Path, tmp_path: Path, profile: Path) -> None:
+    (tmp_path / "slow.toml").write_text(SLOW)
+    given = (shared_clicks, "--profile", profile, "--topology", "slow.toml", *TIERED)
+    done = plan(*given, "--explain")
+    assert done.exit_code == 0, done.output
+    for words in (
+        "row_wise, tiers", "tiers of 1 table: ", "table 'items'", "copies per rank", "sent over the network", "are copied at all",
+        "the last one saves", "a rank uses", "row-wise it would use",
+    ):  # fmt: skip
+        assert words in done.output
+    saved = Plan.load(tmp_path / "clicks.plan.json")
+    assert (tmp_path / "clicks.plan.rows").is_file() and saved.tables["items"].tiers is not None
+    brief = plan(*given)
+    assert brief.exit_code == 0 and "--explain" in brief.output and "table 'items'" not in brief.output
+    none = plan(*given, "--memory-budget", "none", "--objective", "bytes")
+    assert none.exit_code == 0 and Plan.load(tmp_path / "clicks.plan.json").inputs["load.copying.budget"] == "none"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--set", "data.max_length=1"],
+            "the profile is of other data than the recipe: data.max_length was None and is 1",
+        ),
+        (["--memory-budget", "much"], "--memory-budget: expected bytes"),
+        (["--topology", "small.toml"], "no plan fits: "),
+        (["--profile", "small.toml"], "small.toml"),
+        (["--profile", "no.profile"], "no.profile"),
+    ],
+)
+def test_mistakes_with_profiles(
+    shared_clicks: Path, tmp_path: Path, profile: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "small.toml").write_text('nodes = 1\nranks_per_node = 2\nmemory_per_rank = "300 MB"\n')
+    done = plan(shared_clicks, "--profile", profile, *arguments)
+    assert done.exit_code == 1
+    assert message in done.output and done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--explain"], "expected --profile with them"),
+        (list(TIERED), "tables.items.sharding: expected tiers with a profile"),
         (["--ranks", "3", "--nodes", "2"], "--ranks 3: expected as many on each of the 2 nodes"),
         (["--device", "cuda"], "expected a GPU here or a topology"),
         (["--topology", "no.toml"], "no.toml: cannot read the topology"),

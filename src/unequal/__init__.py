@@ -8,34 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import Batch, Jagged
-    from .embeddings import Embeddings, Output, ShardedEmbeddings, shard
+    from .embeddings import Drift, Embeddings, Output, ShardedEmbeddings, shard
     from .errors import CheckpointError, DataError, RecipeError, UserError
     from .optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
-    from .plan.placement import Placement
+    from .plan.placement import Placement, Tiers
     from .plan.plan import Plan
     from .plan.planner import make_plan
     from .plan.topology import Topology
     from .schedule import Schedule
+    from .stats.profile import Profile
     from .tables import Feature, Table
 
 __version__ = "0.1.0"
 _HOMES = {
     "batch": ("Batch", "Jagged"),
-    "embeddings": ("Embeddings", "Output", "ShardedEmbeddings", "shard"),
+    "embeddings": ("Drift", "Embeddings", "Output", "ShardedEmbeddings", "shard"),
     "errors": ("CheckpointError", "DataError", "RecipeError", "UserError"),
     "optim": ("LAMB", "LARS", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "RowWiseAdam"),
-    "plan.placement": ("Placement",),
+    "plan.placement": ("Placement", "Tiers"),
     "plan.plan": ("Plan",),
     "plan.planner": ("make_plan",),
     "plan.topology": ("Topology",),
     "schedule": ("Schedule",),
+    "stats.profile": ("Profile",),
     "tables": ("Feature", "Table"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
-    "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Embeddings", "Feature", "Jagged",
-    "Optimizer", "Output", "Placement", "Plan", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule",
-    "ShardedEmbeddings", "Table", "Topology", "UserError", "make_plan", "shard",
+    "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Drift", "Embeddings", "Feature", "Jagged",
+    "Optimizer", "Output", "Placement", "Plan", "Profile", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule",
+    "ShardedEmbeddings", "Table", "Tiers", "Topology", "UserError", "make_plan", "shard",
 ]  # fmt: skip
 
 

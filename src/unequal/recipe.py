@@ -24,6 +24,7 @@ from .train.config import (
     ScheduleConfig,
     TableConfig,
     TablesConfig,
+    TiersConfig,
     flatten,
 )
 from .train.run import RECIPE
@@ -49,6 +50,10 @@ FREE_ON_RESUME = {
     "exchange.forward",
     "exchange.backward",
     "exchange.unique",
+    "tiers.drift",
+    "tiers.every",
+    "tiers.most",
+    "tiers.check",
 }
 FREE_OF_A_TABLE = (".sharding", ".expected_rows")
 SECTIONS = {
@@ -57,6 +62,7 @@ SECTIONS = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "exchange": ExchangeConfig,
+    "tiers": TiersConfig,
     "run": RunConfig,
 }
 

@@ -3,12 +3,13 @@
 import torch
 
 import unequal as uq
+from unequal import tensorfile
 from unequal.kernels import backend
 from unequal.optim import Adam
 from unequal.plan.placement import Shard
 from unequal.storage import make_shard
 from unequal.tables import Feature, Table
-from unequal.train import checkpoint, resharding, tensorfile
+from unequal.train import checkpoint, resharding
 
 TABLES = [Table("dense", 300, dim=8), Table("hashed", dim=8, dtype="fp16"), Table("counted", dim=4, admit_after=2)]
 

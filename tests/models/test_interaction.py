@@ -98,3 +98,22 @@ def test_under_autocast():
     expected.sum().backward()
     assert vectors.grad.dtype == torch.float32
     torch.testing.assert_close(vectors.grad, exact.grad, rtol=0.02, atol=0.05)
+
+
+def test_results_that_are_kept_are_not_written_over():
+    """Large ones lie in memory that is used again."""
+    torch.manual_seed(0)
+    interaction = DotInteraction([32] * 27, 32)
+    kept = []
+    for _ in range(3):
+        vectors = torch.randn(800, 27 * 32, requires_grad=True)
+        products = interaction(vectors)
+        upstream = torch.randn_like(products)
+        products.backward(upstream)
+        kept.append((vectors, products, upstream))
+    for vectors, products, upstream in kept:
+        exact = vectors.detach().double().requires_grad_()
+        expected = interaction(exact)
+        expected.backward(upstream.double())
+        torch.testing.assert_close(products, expected.float(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(vectors.grad, exact.grad.float(), rtol=1e-5, atol=1e-4)

@@ -25,7 +25,9 @@ def test_shapes_and_gradients(encoder, interaction, dims):
     assert logits.shape == (4, 2)
     logits.square().sum().backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and (parameter.grad != 0).any(), name
+        # A softmax does not see what is added to all scores: that bias has no gradient but rounding errors.
+        unseen = encoder == "attention" and name.endswith("outer.bias")
+        assert parameter.grad is not None and (unseen or (parameter.grad != 0).any()), name
     after = embeddings.state_dict()
     moved = (before["item.weight"] != after["item.weight"]).any(1).nonzero().flatten().tolist()
     assert moved == [1, 2, 3, 4, 5, 6] + ([9, 10, 11, 12] if dims[1] is None else [])

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unequal import tensorfile
 from unequal.errors import CheckpointError
-from unequal.train import checkpoint, packing, tensorfile
+from unequal.train import checkpoint, packing
 
 
 def model_state(seed=0):

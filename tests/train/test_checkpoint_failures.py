@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unequal as uq
+from unequal import tensorfile
 from unequal.errors import CheckpointError
 from unequal.optim import SGD, Adam
 from unequal.plan.placement import KINDS
 from unequal.tables import Feature, Table
-from unequal.train import checkpoint, tensorfile
+from unequal.train import checkpoint
 
 from .worlds import (
     TRUTHS,

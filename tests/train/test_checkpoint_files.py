@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import unequal as uq
+from unequal import tensorfile
 from unequal.errors import CheckpointError
 from unequal.optim import SGD
 from unequal.plan.placement import KINDS
 from unequal.tables import Feature, Table
-from unequal.train import checkpoint, tensorfile
+from unequal.train import checkpoint
 
 from .worlds import (
     TRUTHS,

@@ -8,9 +8,11 @@ from unequal.data.reader import Reader
 from unequal.errors import UserError
 from unequal.exchange.mesh import Mesh
 from unequal.plan.plan import predict_memory
-from unequal.plan.topology import Topology
-from unequal.recipe import load_recipe, load_run
+from unequal.plan.topology import LinkRates, Topology
+from unequal.recipe import Recipe, load_recipe, load_run
+from unequal.stats.profile import Profile
 from unequal.train.planning import dense_bytes, load_plan, plan_recipe, recipe_inputs
+from unequal.train.profiling import profile_recipe
 from unequal.train.session import open_data
 
 
@@ -80,7 +82,7 @@ def test_memory_has_every_part(shared_clicks: Path) -> None:
     plan = plan_recipe(load_recipe(shared_clicks), machines())
     for parts in predict_memory(plan):
         named = {"process", "dense part", "activations", "evaluation", "reader"}
-        assert named | {"weights", "optimizer", "directory", "buffers", "inputs"} == set(parts)
+        assert named | {"weights", "optimizer", "directory", "copies", "buffers", "inputs"} == set(parts)
         assert all(amount >= 0 for amount in parts.values()) and parts["process"] > 10**8
 
 
@@ -104,6 +106,53 @@ def test_sharding_is_free_to_change(shared_clicks: Path, tmp_path: Path) -> None
     assert load_recipe(shared_clicks, ["exchange.forward=fp16"]).hash() != recipe.hash()
     with pytest.raises(UserError, match=r"tables.user.dim: expected None as in the run"):
         load_run(run, None, ["tables.user.dim=4"])
+
+
+TIERED = ["tables.items.sharding=tiers", "exchange.unique=none"]
+
+
+def profiled(recipe: Recipe) -> Profile:
+    found = profile_recipe(recipe)
+    assert found is not None
+    return found
+
+
+def slow() -> Topology:
+    across = LinkRates(bytes_per_second=1e5, seconds_per_message=1e-6)
+    return Topology.make(nodes=2, ranks_per_node=2, memory_per_rank=16 * 10**9, across=across)
+
+
+def test_a_profile_gives_the_load_and_tiers(shared_clicks: Path, tmp_path: Path) -> None:
+    """As many ids per sample as are measured on all samples; the file of the plan brings the tiers to training."""
+    recipe, file = load_recipe(shared_clicks, TIERED), tmp_path / "job.plan.json"
+    profile = profiled(recipe)
+    plan = plan_recipe(recipe, slow(), profile=profile)
+    assert plan.inputs["load.items.source"].startswith("profile of 1,400 samples")
+    assert plan.inputs["load.items.ids_per_sample"] == pytest.approx(3, rel=0.1)
+    assert plan.inputs["load.copying.budget"] == "row-wise of repeated ids"
+    tiers = plan.tables["items"].tiers
+    assert tiers is not None and len(tiers.node) + len(tiers.replicated) > 0
+    plan.save(file)
+    loaded = load_plan(file, recipe, world=4, ranks_per_node=2).tables["items"].tiers
+    assert loaded is not None and loaded.node.tolist() == tiers.node.tolist()
+    with pytest.raises(UserError, match=r"exchange.unique: planned with 'none', now 'node'"):
+        load_plan(file, load_recipe(shared_clicks, TIERED[:1]), world=4, ranks_per_node=2)
+    # Where the rows of the file are not the model's: said, and not a wrong training.
+    rows = load_recipe(shared_clicks, [*TIERED, "tables.items.rows=2"])
+    with pytest.raises(UserError, match=r"tables.items.rows: planned with nothing, now 2"):
+        load_plan(file, rows, world=4, ranks_per_node=2)
+
+
+def test_a_profile_of_other_data_is_refused(shared_clicks: Path) -> None:
+    profile = profiled(load_recipe(shared_clicks))
+    for override in ("data.max_length=1", "data.split.test=0.5"):
+        with pytest.raises(UserError, match=r"the profile is of other data than the recipe.*`unequal profile`"):
+            plan_recipe(load_recipe(shared_clicks, [override]), slow(), profile=profile)
+
+
+def test_tiers_need_a_profile(shared_clicks: Path) -> None:
+    with pytest.raises(UserError, match=r"tables.items.sharding: expected tiers with a profile"):
+        plan_recipe(load_recipe(shared_clicks, TIERED), slow())
 
 
 @pytest.mark.parametrize(

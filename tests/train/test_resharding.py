@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unequal as uq
+from unequal import tensorfile
 from unequal.kernels import backend
 from unequal.optim import LAMB, LARS, SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
 from unequal.plan.placement import KINDS, Piece, Placement, TablePlacement, part_of
 from unequal.storage import tables as storage_tables
 from unequal.tables import Feature, Table
-from unequal.train import checkpoint, resharding, tensorfile
+from unequal.train import checkpoint, resharding
 
 from .worlds import (
     OPTIMIZERS,

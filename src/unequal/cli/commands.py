@@ -14,10 +14,13 @@ from .. import __version__
 from ..allocator import keep_freed_memory
 from ..errors import UserError
 from ..train import lifeline
+from .calibrate import calibrate as calibrate_command
 from .errors import ask_for_traceback, one_line_errors, stoppable
 from .launch import LAUNCHED, launch
 from .plan import plan as plan_command
+from .profile import profile as profile_command
 from .show import counting, show_report, show_summary
+from .simulate import simulate as simulate_command
 
 app = typer.Typer(
     name="unequal",
@@ -29,6 +32,9 @@ app = typer.Typer(
 importers = typer.Typer(help="Turns a public data set into Parquet with a ready recipe.", no_args_is_help=True)
 app.add_typer(importers, name="import")
 app.command("plan")(plan_command)
+app.command("profile")(profile_command)
+app.command("simulate")(simulate_command)
+app.command("calibrate")(calibrate_command)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
 Where = Annotated[
@@ -196,6 +202,25 @@ def movielens(
 ) -> None:
     """MovieLens-1M or latest, as clicks (rating ≥ 4) with each user's history."""
     _import("import_movielens", source, out, json, split=split)
+
+
+@importers.command()
+def events(
+    source: Source,
+    out: Out,
+    user: Annotated[str, typer.Option("--user", metavar="COLUMN", help="Who.")] = "user_id",
+    item: Annotated[str, typer.Option("--item", metavar="COLUMN", help="What.")] = "item_id",
+    order: Annotated[
+        str | None,
+        typer.Option("--order", metavar="COLUMN", help="By what a user's events are sorted: timestamp, time, position."),
+    ] = None,
+    history: Annotated[int, typer.Option("--history", metavar="N", help="Longest history of a sample.")] = 50,
+    negatives: Annotated[int, typer.Option("--negatives", metavar="N", help="Other items beside each event.")] = 1,
+    json: Json = None,
+) -> None:
+    """Any Parquet of events, one user and one item each, as clicks with each user's history."""
+    options = {"user": user, "item": item, "order": order, "history": history, "negatives": negatives}
+    _import("import_events", source, out, json, **options)
 
 
 def _import(function: str, source: Path, out: Path, json: Path | None, **options: Any) -> None:

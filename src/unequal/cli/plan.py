@@ -13,6 +13,7 @@ from .errors import one_line_errors
 if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.topology import Topology
+    from ..stats.profile import Profile
 
 SHOWN_TABLES, SHOWN_RANKS = 60, 16
 WIDE = 180
@@ -38,6 +39,28 @@ def plan(
         Literal["cpu", "cuda"] | None,
         typer.Option("--device", help="What the ranks compute on, where no topology says it."),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="FILE", help="What `unequal profile` found: hot rows get copies where that pays."
+        ),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-budget",
+            metavar="SIZE",
+            help='Memory of a rank in all that a plan with copies may use: "20 GB", or none for what the machines have. '
+            "By default what row-wise sharding takes, so that copies need no more memory.",
+        ),
+    ] = None,
+    objective: Annotated[
+        Literal["seconds", "bytes"],
+        typer.Option("--objective", help="What copies are to save: time of a step, or bytes over the network."),
+    ] = "seconds",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of every table with tiers where it was cut, why, and what changes.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field: --set run.batch_size=4096")
     ] = None,
@@ -59,11 +82,49 @@ def plan(
         path = Path(f"{chosen.name}.plan.json") if out is None else out
         if path.is_dir():
             raise UserError(f"--out {path}: expected a file, got a folder; name the file")
-        made = plan_recipe(chosen, _machines(topology, ranks, nodes, device))
+        if profile is None and (explain or memory_budget is not None or objective != "seconds"):
+            raise UserError(
+                "--explain, --memory-budget, --objective: expected --profile with them, got none; make one with `unequal profile`"
+            )
+        machines, budget = _machines(topology, ranks, nodes, device), parse_budget(memory_budget)
+        known = None if profile is None else load_profile(profile)
+        made = plan_recipe(chosen, machines, profile=known, objective=objective, memory_budget=budget)
         made.save(path)
         show_plan(made)
+        if known is not None:
+            show_tiers(made, explain)
         print(f"plan: {path}")
         _write(json, made.to_json())
+
+
+def parse_budget(text: str | None) -> float | None:
+    """Bytes; without a text None, which means what row-wise sharding takes; for "none" infinitely many."""
+    if text is None:
+        return None
+    if text.strip().lower() == "none":
+        return float("inf")
+    from ..plan.topology import parse_bytes
+
+    return float(parse_bytes(text, "--memory-budget"))
+
+
+def load_profile(path: Path) -> Profile:
+    from ..stats.profile import Profile
+
+    return Profile.load(path)
+
+
+def show_tiers(plan: Plan, explained: bool) -> None:
+    """What has copies, in a few lines; explained: of every table."""
+    from rich.console import Console
+
+    from ..plan import explain_tiers
+
+    console = Console()
+    said = explain_tiers.tiers_text(plan) if explained or not plan.tiers else explain_tiers.summary(plan)
+    console.print(said, highlight=False, markup=False)
+    if plan.tiers and not explained:
+        console.print("where each table was cut and why: --explain", highlight=False, markup=False)
 
 
 def _machines(file: Path | None, ranks: int | None, nodes: int | None, device: str | None) -> Topology:

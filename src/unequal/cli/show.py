@@ -79,6 +79,7 @@ def explanation(report: Report) -> list[str]:
             f"each row travels once for all ids that read it: {size(round(sent))} a step between ranks instead of "
             f"{size(round(repeated))}, {1 - sent / repeated:.0%} less"
         )
+    lines += [tiers_line(name, own) for name, own in report.tiers.items()]
     across = report.exchange["across_bytes_per_step"]
     if across:
         lines.append(f"{size(round(across))} of it cross the network between nodes")
@@ -88,6 +89,19 @@ def explanation(report: Report) -> list[str]:
             f"no rank holds more than {size(report.embedding_bytes_per_rank)} of the {size(held)} that tables take on all ranks"
         )
     return lines
+
+
+def tiers_line(table: str, own: Mapping[str, float]) -> str:
+    """Where a table's rows have copies, and what that is worth."""
+    every, node = own["replicated_rows"], own["node_rows"]
+    line = f"of table '{table}' {every:,.0f} rows are on every rank"
+    line += f" and {node:,.0f} in every node" if node else ""
+    if "age" in own:
+        line += f"; they serve {own['replicated_reads'] + own['node_reads']:.0%} of the reads"
+        line += f", chosen anew they would serve {own['chosen_anew']:.0%}" if own["age"] >= 0.01 else ""
+        line += f"; {own['moved_rows']:,.0f} rows have moved" if own["moved_rows"] else ""
+        line += '; plan again or set tiers.drift = "on"' if own["age"] >= 0.05 and not own["moved_rows"] else ""
+    return line
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
 route(ids, directory, cuts, ...)           ids sorted by tier and by the rank that answers, and how many each has
 deal_bags(ids, lengths, parts, hashed)     bags dealt out by part, with the lengths of each part's share of them
-pair_dots(x), pair_dots_gradient(x, g)     dot products of all pairs of a sample's vectors, and back (CPU only)
+pair_dots(x, products)                     dot products of all pairs of a sample's vectors (CPU only)
+pair_dots_gradient(x, gradient, out)       and their gradient (CPU only)
 HashDirectory(...)                         id → slot for unbounded ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
@@ -40,8 +41,8 @@ class Backend:
     route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
-    pair_dots: Callable[..., torch.Tensor] | None = None
-    pair_dots_gradient: Callable[..., torch.Tensor] | None = None
+    pair_dots: Callable[..., None] | None = None
+    pair_dots_gradient: Callable[..., None] | None = None
 
     @property
     def on_device(self) -> bool:

@@ -263,9 +263,8 @@ def deal_bags(ids: Tensor, lengths: Tensor, parts: int, hashed: bool) -> tuple[T
     return dealt, shares, sizes
 
 
-def pair_dots(x: Tensor) -> Tensor:
+def pair_dots(x: Tensor, products: Tensor) -> None:
     x, (samples, features, dim) = x.contiguous(), x.shape
-    products = torch.empty(samples, features * (features - 1) // 2)
     failed = _library().uq_pair_dots(
         _pointer(x),
         ctypes.c_int64(samples),
@@ -275,16 +274,16 @@ def pair_dots(x: Tensor) -> Tensor:
         _threads(samples * features),
     )
     if failed:
-        raise MemoryError(f"no memory for the products of {features:,} vectors")
-    return products
+        raise MemoryError(f"no memory to multiply {features:,} vectors of {dim:,}")
 
 
-def pair_dots_gradient(x: Tensor, gradient: Tensor) -> Tensor:
-    x, gradient, (samples, features, dim) = x.contiguous(), gradient.contiguous(), x.shape
-    out = torch.empty_like(x)
+def pair_dots_gradient(x: Tensor, gradient: Tensor, out: Tensor) -> None:
+    x, (samples, features, dim) = x.contiguous(), x.shape
+    gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
     failed = _library().uq_pair_dots_gradient(
         _pointer(x),
         _pointer(gradient),
+        ctypes.c_int64(gradient.stride(0)),
         ctypes.c_int64(samples),
         ctypes.c_int64(features),
         ctypes.c_int64(dim),
@@ -292,8 +291,7 @@ def pair_dots_gradient(x: Tensor, gradient: Tensor) -> Tensor:
         _threads(samples * features),
     )
     if failed:
-        raise MemoryError(f"no memory for the gradient of {features:,} vectors")
-    return out
+        raise MemoryError(f"no memory to multiply {features:,} vectors of {dim:,}")
 
 
 class HashDirectory:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import Backend, backend
+from ..storage.memory import OutputPool
 
 
 class _PairDots(torch.autograd.Function):
@@ -35,20 +36,25 @@ class _PairDots(torch.autograd.Function):
 
 
 class _PairDotsOnCPU(torch.autograd.Function):
-    """The same by the kernels, which compute each product once and straight where it belongs."""
+    """The same by the kernels, which compute each product once and write it straight where it belongs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernels: Backend) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernels: Backend, memory: OutputPool) -> Tensor:
         assert kernels.pair_dots is not None
-        ctx.kernels = kernels
+        ctx.kernels, ctx.memory = kernels, memory
         ctx.save_for_backward(x)
-        return kernels.pair_dots(x)
+        samples, features, _ = x.shape
+        products = memory.take(samples, features * (features - 1) // 2)
+        kernels.pair_dots(x, products)
+        return products
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return ctx.kernels.pair_dots_gradient(x, gradient), None
+        out: Tensor = ctx.memory.take(x.shape[0], x.shape[1] * x.shape[2]).view(x.shape)
+        ctx.kernels.pair_dots_gradient(x, gradient, out)
+        return out, None, None
 
 
 def _pair_dots_kernels(x: Tensor) -> Backend | None:
@@ -84,6 +90,7 @@ class DotInteraction(nn.Module):
         self.register_buffer("pairs", first * count + second, persistent=False)
         self.register_buffer("pair_of", pair_of.flatten(), persistent=False)
         self.outputs = number_of_pairs if count > 1 else dim
+        self._memory = OutputPool()
 
     def forward(self, vectors: Tensor) -> Tensor:
         if self.projections is None:
@@ -95,7 +102,7 @@ class DotInteraction(nn.Module):
             return x.squeeze(1)
         kernels = _pair_dots_kernels(x)
         if kernels is not None:
-            return _PairDotsOnCPU.apply(x, kernels)  # type: ignore[no-any-return,no-untyped-call]
+            return _PairDotsOnCPU.apply(x, kernels, self._memory)  # type: ignore[no-any-return,no-untyped-call]
         return _PairDots.apply(x, self.pairs, self.pair_of)  # type: ignore[no-any-return,no-untyped-call]
 
 

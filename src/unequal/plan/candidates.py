@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .placement import KINDS, Kind, Piece, TablePlacement, even
+from .placement import KINDS, Kind, Piece, TablePlacement, Tiers, even
 from .topology import Topology
 from .workload import TableLoad
 
@@ -27,11 +27,14 @@ class Candidate:
     inner: int = 1
     """pieces of each of them inside its node, where the kind splits columns there"""
     sums: bool = False
+    tiers: Tiers | None = None
+    """rows of a row-wise table that have copies"""
 
     @property
     def label(self) -> str:
         pieces = self.groups * self.inner
-        return self.kind + (f" in {pieces}" if pieces > 1 else "") + (", sums" if self.sums else "")
+        tiers = ", tiers" if self.tiers is not None else ""
+        return self.kind + (f" in {pieces}" if pieces > 1 else "") + (", sums" if self.sums else "") + tiers
 
     @property
     def fixed(self) -> bool:
@@ -50,7 +53,7 @@ class Candidate:
             for columns, group in zip(self.columns(dim), ranks)
             for (first, last), owners in zip(columns, group)
         ]
-        return TablePlacement(self.kind, tuple(join(found)), self.sums)
+        return TablePlacement(self.kind, tuple(join(found)), self.sums, self.tiers)
 
     def put(self, dim: int, topology: Topology, load: Floats) -> TablePlacement:
         """Where the load is least. `load`: [ranks]."""
@@ -132,15 +135,17 @@ def _whole(kind: Kind, dim: int, topology: Topology) -> Candidate:
 
 
 def candidates(load: TableLoad, topology: Topology) -> list[Candidate]:
-    """All that this table may be on these ranks, with and without sums."""
+    """All that this table may be on these ranks, with and without sums. Tiers are not among them: where they are cut depends on
+    all tables."""
     dim, found = load.table.dim, []
-    for kind in KINDS if load.sharding == "auto" else (load.sharding,):
+    asked: Kind | None = None if load.sharding == "auto" else "row_wise" if load.sharding == "tiers" else load.sharding
+    for kind in KINDS if asked is None else (asked,):
         own = list(_of_kind(kind, dim, topology))
-        if not own and load.sharding == kind:
+        if not own and asked == kind:
             own = [_whole(kind, dim, topology)]
         for candidate in own:
             found.append(candidate)
-            if load.may_sum and _sums_pay(candidate, load, topology):
+            if load.sharding != "tiers" and load.may_sum and _sums_pay(candidate, load, topology):
                 found.append(Candidate(kind, candidate.groups, candidate.inner, True))
     return found
 

@@ -6,22 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UserError
 from .memory import ID_BYTES, LOOKUP_BYTES, STATISTICS, directory_bytes, exchange_bytes, slab_rows
-from .placement import Codec, TablePlacement, Unique
+from .parts import DEAL, ID, LINE, LOCATE, MEMORY, SECONDS, Part, row_bytes
+from .placement import Codec, TablePlacement, Tiers, Unique
+from .popularity import StepReads
 from .shape import Cut, Shapes, Told
+from .tiered import PUSH_ACROSS, PUSH_INSIDE, RowKind, Tier, TierCosts
 from .topology import Topology
 from .workload import TableLoad
 
+__all__ = ["MEMORY", "SECONDS", "Numbers", "Part", "Pricer", "Setting", "row_bytes"]
+
 Floats = npt.NDArray[np.float64]
-ID = 8
-LINE = 64
-"""What finding a row costs beside its own bytes: a cache line and its page. An update finds row and state."""
 APART = 5
 """How many times the fused update of a row costs what is added where its statistics must be brought together first."""
 CUT_OUT = 8
@@ -32,49 +34,10 @@ SUMS_HOST = 8
 """How many times the host's work for a piece is that for a piece whose sums travel: lengths are dealt out with the ids."""
 STATISTICS_HOST = 4
 """How many times it is that for a piece held here whose rows' statistics must be brought together."""
+TIERED_PIECES = 2
+"""pieces whose work for the host a table with copies makes: rows of owners, and copies"""
 BLOCK = 0.25
 """Of the host's work for a piece: that for a block of it in a message that is answered."""
-DEAL = 2
-"""Of what it costs to make ids unique: sorting the distinct ones by owner."""
-LOCATE = 0.25
-"""Of what it costs to make ids unique: finding them in a directory that holds them."""
-
-
-class Part(IntEnum):
-    """Rows of a cost array. Seconds, then bytes on the links, then bytes of memory."""
-
-    READ = 0
-    UPDATE = 1
-    INDEX = 2
-    COPY = 3
-    HOST = 4
-    ROWS_SENT_INSIDE = 5
-    ROWS_RECEIVED_INSIDE = 6
-    ROWS_SENT_ACROSS = 7
-    ROWS_RECEIVED_ACROSS = 8
-    BACK_SENT_INSIDE = 9
-    """ids and gradients, which go the other way"""
-    BACK_RECEIVED_INSIDE = 10
-    BACK_SENT_ACROSS = 11
-    BACK_RECEIVED_ACROSS = 12
-    WEIGHTS = 13
-    OPTIMIZER = 14
-    DIRECTORY = 15
-    BUFFERS = 16
-    INPUTS = 17
-    WITH_SUMS = 18
-    """how many tables use a way of exchange that has collectives of its own"""
-    WITH_REPLICAS = 19
-    WITH_STATISTICS = 20
-
-
-SECONDS = slice(Part.READ, Part.HOST + 1)
-MEMORY = slice(Part.WEIGHTS, Part.INPUTS + 1)
-
-
-def row_bytes(width: int, codec: Codec) -> float:
-    """Of one row on the wire."""
-    return {"fp32": 4 * width, "fp16": 2 * width, "bf16": 2 * width, "int8": width + 4}[codec]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +57,11 @@ class Setting:
     def share(self) -> int:
         """samples of a rank"""
         return -(-self.batch_size // self.topology.world)
+
+    @property
+    def samples(self) -> tuple[int, int, int]:
+        """of a rank, a node, all"""
+        return self.share, min(self.share * self.topology.ranks_per_node, self.batch_size), self.batch_size
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -116,10 +84,10 @@ class Numbers:
         def column(value: Callable[[TableLoad], float]) -> Floats:
             return np.array([[value(load)] for load in loads], np.float64)
 
-        share, batch = setting.share, setting.batch_size
+        share, of_node, batch = setting.samples
         self.rank = column(lambda load: load.distinct(share))
         """distinct ids in the samples of a rank"""
-        self.node = column(lambda load: load.distinct(min(share * setting.topology.ranks_per_node, batch)))
+        self.node = column(lambda load: load.distinct(of_node))
         self.all = column(lambda load: load.distinct(batch))
         self.lookups = column(lambda load: load.ids * share)
         """ids that a rank reads"""
@@ -135,6 +103,11 @@ class Numbers:
         self.statistics = column(lambda load: load.statistics)
         self.per_row = column(lambda load: load.optimizer.state_bytes_per_row(0))
         self.per_value = column(lambda load: load.optimizer.state_bytes_per_row(1)) - self.per_row
+        self.reads = np.full(len(loads), None, object)
+        """[tables]: what a step reads of single rows, where that is known"""
+        for k, load in enumerate(loads):
+            if load.popularity is not None:
+                self.reads[k] = StepReads.of(load.popularity, load.ids, load.distinct, setting.samples)
 
     def take(self, numbers: Sequence[int]) -> Numbers:
         """Some of the tables."""
@@ -157,6 +130,7 @@ class Pricer:
         self.nodes, self.size = self.topology.nodes, self.topology.ranks_per_node
         self.world = self.topology.world
         self.shapes = Shapes(self.nodes, self.size)
+        self._tier_costs: dict[RowKind, TierCosts] = {}
 
     def numbers(self, loads: Sequence[TableLoad]) -> Numbers:
         return Numbers(loads, self.setting)
@@ -171,13 +145,15 @@ class Pricer:
         replicated = placement.kind == "data_parallel"
         if not placement.sums and not replicated:
             self._read_once(cost, tables)
+        if placement.tiers is not None:
+            self._tiers(cost, tables, placement.tiers)
         cuts, told = self.shapes.of(placement.pieces)
         for cut in cuts:
             if replicated:
                 self._replicas(cost, tables, cut.width)
             elif placement.sums:
                 self._sums(cost, tables, cut)
-            else:
+            elif placement.tiers is None:
                 self._rows(cost, tables, cut)
             self._hold(cost, tables, cut, 1 if replicated else cut.parts)
         if told is not None:
@@ -186,7 +162,8 @@ class Pricer:
             cost[Part.HOST] += (tables.statistics > 0) * held * self.topology.compute.seconds_per_piece
         cost[Part.WITH_SUMS] = placement.sums
         cost[Part.WITH_REPLICAS] = replicated
-        cost[Part.HOST] += (len(placement.pieces) + BLOCK * self._blocks(placement, cuts)) * self._host(placement)
+        pieces = TIERED_PIECES if placement.tiers is not None else len(placement.pieces)
+        cost[Part.HOST] += (pieces + BLOCK * self._blocks(placement, cuts)) * self._host(placement)
         cost[Part.BUFFERS] += 2 * tables.outputs * tables.dim * 4
         cost[Part.INPUTS] += tables.lookups * LOOKUP_BYTES
         return cost
@@ -212,15 +189,61 @@ class Pricer:
 
     def _read_once(self, cost: Floats, tables: Numbers) -> None:
         """What every rank does with its own ids, however the rows come: unique, pool or spread, and sum gradients."""
-        rates, wide = self.topology.compute, 4 * tables.dim
+        rates, wide, came = self.topology.compute, 4 * tables.dim, self._asks(tables)
         cost[Part.INDEX] += tables.lookups * ID / rates.ids
         # The rows that came lie together, and a row that was read lately is near: both are read at the rate of copies.
-        cost[Part.READ] += (tables.lookups + tables.rank) * wide / rates.copies
-        cost[Part.UPDATE] += (tables.lookups * wide + tables.rank * (2 * wide + LINE)) / rates.updates
+        cost[Part.READ] += (tables.lookups + came) * wide / rates.copies
+        cost[Part.UPDATE] += (tables.lookups * wide + came * (2 * wide + LINE)) / rates.updates
+
+    def _asks(self, tables: Numbers) -> Floats:
+        """Ids that a rank sends out: each as often as it is read, or once."""
+        return tables.lookups if self.setting.unique == "none" else tables.rank
+
+    def _tiers(self, cost: Floats, tables: Numbers, tiers: Tiers) -> None:
+        """Rows with copies beside those without, each as `TierCosts` has it."""
+        copied, near = len(tiers.replicated) + len(tiers.node), len(tiers.replicated)
+        for k in range(cost.shape[1]):
+            costs, reads = self.tier_costs(tables, k), self.tier_reads(tables, k, near, copied)
+            cost[:, k] += np.einsum("tpr,tr->p", costs.parts, reads)[:, None]
+            moved = costs.buffers(reads)
+            cost[Part.BUFFERS, k] += exchange_bytes(np.array(moved), costs.kind.width, self.setting.codecs)
+            cost[Part.INPUTS, k] += moved * ID_BYTES
+            held = costs.held
+            cost[Part.COPIES, k] += near * held[Tier.REPLICATED] + (copied - near) * held[Tier.NODE]
+            cost[Part.INDEX, k] += LOCATE * tables.rank[k] * ID / self.topology.compute.ids
+        cost[Part.WITH_NODE_ROWS] = copied > near
+        cost[Part.WITH_REPLICATED_ROWS] = near > 0
+
+    def tier_costs(self, tables: Numbers, k: int) -> TierCosts:
+        """Of rows of table k."""
+        width = int(tables.dim[k, 0])
+        state = float(tables.per_row[k, 0] + tables.per_value[k, 0] * width)
+        kind = RowKind(width, int(tables.item[k, 0]), state, bool(tables.hashed[k, 0]))
+        found = self._tier_costs.get(kind)
+        if found is None:
+            found = self._tier_costs[kind] = TierCosts(self.setting, kind)
+        return found
+
+    @staticmethod
+    def tier_reads(tables: Numbers, k: int, replicated: int, copied: int) -> Floats:
+        """[tier, reads]: what a step reads of the rows of each tier of table k, with so many rows in them."""
+        reads = tables.reads[k]
+        if reads is None:
+            raise UserError("a price of tiers: expected how often single rows are read, got none; plan with a profile")
+        total = np.array([tables.lookups[k, 0], tables.rank[k, 0], tables.node[k, 0], tables.all[k, 0]])
+        near, both = reads.first(replicated), reads.first(copied)
+        found: Floats = np.stack([np.maximum(total - both, 0), both - near, near])
+        return found
 
     def _rows(self, cost: Floats, tables: Numbers, cut: Cut) -> None:
         """Distinct ids to their owners, rows back, gradients there."""
-        rates, setting, own, of_rank, of_node = self.topology.compute, self.setting, cut.held, tables.rank, tables.node
+        rates, setting, own, of_rank, of_node = (
+            self.topology.compute,
+            self.setting,
+            cut.held,
+            self._asks(tables),
+            tables.node,
+        )
         if setting.two_hops:
             lane = self.shapes.of_lane(own)
             inside = of_rank * (cut.pieces - lane), of_rank * (lane * (self.size - 1))
@@ -345,14 +368,18 @@ class Pricer:
     def link_seconds(self, cost: Floats) -> tuple[Floats, Floats]:
         """Inside nodes and across."""
 
-        def busier(rows: Part, back: Part) -> Floats:
-            both: Floats = np.maximum(cost[rows], cost[rows + 1]) + np.maximum(cost[back], cost[back + 1])
-            return both
+        def busier(part: Part) -> Floats:
+            more: Floats = np.maximum(cost[part], cost[part + 1])
+            return more
 
-        return (
-            busier(Part.ROWS_SENT_INSIDE, Part.BACK_SENT_INSIDE) / self.topology.inside.bytes_per_second,
-            busier(Part.ROWS_SENT_ACROSS, Part.BACK_SENT_ACROSS) / self.topology.across.bytes_per_second,
+        inside = busier(Part.ROWS_SENT_INSIDE) + busier(Part.BACK_SENT_INSIDE)
+        across = busier(Part.ROWS_SENT_ACROSS) + busier(Part.BACK_SENT_ACROSS)
+        # New rows go to copies beside the rest of the step.
+        inside, across = (
+            inside + PUSH_INSIDE * busier(Part.PUSH_SENT_INSIDE),
+            across + PUSH_ACROSS * busier(Part.PUSH_SENT_ACROSS),
         )
+        return inside / self.topology.inside.bytes_per_second, across / self.topology.across.bytes_per_second
 
     def messages(self, cost: Floats) -> float:
         """Seconds of a step's messages apart from their bytes. All tables share them: counts, ids, rows, gradients."""
@@ -364,6 +391,11 @@ class Pricer:
         total += 4 * direct * bool(cost[Part.WITH_SUMS].any())
         total += 3 * direct * bool(self.setting.two_hops and cost[Part.WITH_REPLICAS].any())
         total += direct * bool(cost[Part.WITH_STATISTICS].any())
+        near, nodes_rows = bool(cost[Part.WITH_REPLICATED_ROWS].any()), bool(cost[Part.WITH_NODE_ROWS].any())
+        if near or nodes_rows:
+            # Where ids take one hop, copies' ids, rows and gradients have messages of their own. New rows: counts and rows.
+            total += 4 * lane if nodes > 1 and not self.setting.two_hops else 0
+            total += 2 * (PUSH_ACROSS * across + PUSH_INSIDE * inside * near)
         return total
 
     def memory(self, cost: Floats) -> Floats:

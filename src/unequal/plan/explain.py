@@ -27,6 +27,7 @@ HELD = {
     Part.WEIGHTS: "weights",
     Part.OPTIMIZER: "optimizer",
     Part.DIRECTORY: "directory",
+    Part.COPIES: "copies",
     Part.BUFFERS: "buffers",
     Part.INPUTS: "inputs",
 }
@@ -54,8 +55,8 @@ def work(pricer: Pricer, cost: Floats) -> dict[str, Floats]:
 
 def sent(cost: Floats) -> tuple[Floats, Floats]:
     """[ranks]: bytes each rank sends inside its node and across."""
-    inside: Floats = cost[Part.ROWS_SENT_INSIDE] + cost[Part.BACK_SENT_INSIDE]
-    across: Floats = cost[Part.ROWS_SENT_ACROSS] + cost[Part.BACK_SENT_ACROSS]
+    inside: Floats = cost[Part.ROWS_SENT_INSIDE] + cost[Part.BACK_SENT_INSIDE] + cost[Part.PUSH_SENT_INSIDE]
+    across: Floats = cost[Part.ROWS_SENT_ACROSS] + cost[Part.BACK_SENT_ACROSS] + cost[Part.PUSH_SENT_ACROSS]
     return inside, across
 
 
@@ -83,6 +84,15 @@ def reason(
     else:
         why = f"as good as {label}"
     return f"{asked}; {why}" if asked else why
+
+
+def without_tiers(load: TableLoad) -> str:
+    """Why a table of a profile has no copies, where it could not or nothing was to be gained by those it was asked for with."""
+    if load.popularity is None:
+        return ""
+    if load.table.admit_after > 1:
+        return "; no tiers: rare ids share a row (admit_after)"
+    return "; no copy of a row would gain anything" if load.sharding == "tiers" else ""
 
 
 def _largest_difference(pricer: Pricer, cost: Floats, other: Floats) -> str:
@@ -267,6 +277,10 @@ def text(plan: Plan) -> str:
     parts = [heading(plan)]
     if plan.choices:
         parts += [tables_text(plan, 60), ranks_text(plan, 16)]
+    if plan.tiers:
+        from .explain_tiers import tiers_text
+
+        parts.append(tiers_text(plan))
     parts += [f"bottleneck: {plan.bottleneck}", f"balance: {balance_text(plan)}", f"inputs: {plan.hash}"]
     return "\n\n".join(parts)
 

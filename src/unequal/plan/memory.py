@@ -21,6 +21,8 @@ ID_BYTES = 40
 MESSAGES = {"fp32": 1.3, "fp16": 2.4, "bf16": 2.4, "int8": 3.0}
 """Times the float32 bytes of what is asked for and answered that messages hold at once: as rows are read, put together,
 on the wire, as they came. Measured."""
+MAP_BYTES = 48
+"""of every id that has copies, on every rank, at most: an entry of a map that is 3/8 to 3/4 full, the id and its slot"""
 STATISTICS = 6
 """Times the float32 bytes of the distinct rows of column pieces that an update with statistics holds: gradients, rows, state."""
 

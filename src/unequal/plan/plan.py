@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import UserError
 from ..optim import Optimizer
 from ..tables import Feature
+from .allocate import Flow, TierChoice, counted
 from .placement import CODECS, UNIQUES, Codec, Kind, Piece, Placement, TablePlacement, Unique
+from .rowsfile import load_rows, save_rows
+from .tiering import CopyBudget
 from .topology import Topology
 
 VERSION = 1
@@ -73,6 +76,10 @@ class Plan(Placement):
     ranks: tuple[RankCost, ...] = ()
     balanced: Mapping[str, float | None] = field(default_factory=dict)
     """the slowest rank's seconds by each method of balance, before single tables were changed; None: memory would not do"""
+    tiers: Mapping[str, TierChoice] = field(default_factory=dict)
+    """of the tables with tiers: where the cuts lie, why, and what they change"""
+    copying: CopyBudget | None = None
+    """the memory that copies of rows were given; None where there are none"""
     bottleneck: str = ""
     memory_limit: int = 0
     """bytes that may be used of each rank"""
@@ -120,6 +127,7 @@ class Plan(Placement):
                 "sums": placed.sums,
                 "pieces": [{"columns": [p.first, p.last], "ranks": list(p.ranks)} for p in placed.pieces],
                 **(asdict(self.choices[name]) if name in self.choices else {}),
+                **({"tiers": asdict(self.tiers[name])} if name in self.tiers else {}),
             }
             for name, placed in self.tables.items()
         }
@@ -135,6 +143,7 @@ class Plan(Placement):
             "bottleneck": self.bottleneck,
             "balanced": dict(self.balanced),
             "memory_limit": self.memory_limit,
+            **({"copying": asdict(self.copying)} if self.copying is not None else {}),
             "tables": tables,
             "ranks": [asdict(rank) for rank in self.ranks],
             "inputs": dict(self.inputs),
@@ -142,6 +151,7 @@ class Plan(Placement):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Plan:
+        """Rows of tiers are counted and not named: they are in a file of their own, which `load` reads."""
         if content.get("version") != VERSION:
             raise UserError(f"expected a plan of version {VERSION}, got {content.get('version')!r}; make it again")
         named = [f.name for f in fields(Choice)]
@@ -151,6 +161,7 @@ class Plan(Placement):
                     part["kind"],
                     tuple(_piece(piece) for piece in part["pieces"]),
                     part["sums"],
+                    counted(part["tiers"]["replicated"], part["tiers"]["node"]) if "tiers" in part else None,
                 )
                 for name, part in content["tables"].items()
             }
@@ -170,6 +181,8 @@ class Plan(Placement):
                 choices=choices,
                 ranks=tuple(RankCost(**rank) for rank in content["ranks"]),
                 balanced=content["balanced"],
+                tiers={name: _tiers(part["tiers"]) for name, part in content["tables"].items() if "tiers" in part},
+                copying=CopyBudget(**content["copying"]) if "copying" in content else None,
                 bottleneck=content["bottleneck"],
                 memory_limit=content["memory_limit"],
                 inputs=content["inputs"],
@@ -193,8 +206,10 @@ class Plan(Placement):
         partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            rows = save_rows(path, self.tables)
+            content = self.to_json() | ({} if rows is None else {"rows": rows})
             partial.write_text(
-                json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+                json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
             )
             partial.replace(path)
         except OSError as error:
@@ -212,9 +227,21 @@ class Plan(Placement):
         if not isinstance(content, Mapping):
             raise UserError(f"{path}: expected a plan in JSON, got a {type(content).__name__}; make it again")
         try:
-            return cls.from_json(content)
+            plan = cls.from_json(content)
+            return plan._named(path, content) if plan.tiers else plan
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
+
+    def _named(self, path: Path, content: Mapping[str, Any]) -> Plan:
+        """With the rows of its tiers, from the file beside it."""
+        try:
+            found = load_rows(path, content["rows"], self.tables)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"expected a plan that names its rows' file, got one without: {error}; make it again"
+            ) from error
+        tables = {name: replace(placed, tiers=found.get(name)) for name, placed in self.tables.items()}
+        return replace(self, tables=tables)
 
     def __str__(self) -> str:
         from .explain import text
@@ -239,6 +266,11 @@ class Plan(Placement):
 def _piece(content: Mapping[str, Any]) -> Piece:
     first, last = content["columns"]
     return Piece(first, last, tuple(content["ranks"]))
+
+
+def _tiers(content: Mapping[str, Any]) -> TierChoice:
+    flows = {name: Flow(**content[name]) for name in ("before", "after")}
+    return TierChoice(**{**content, **flows})
 
 
 def _word(inputs: Mapping[str, Any], name: str) -> str:

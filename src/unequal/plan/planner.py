@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,13 +12,17 @@ import numpy.typing as npt
 from ..batch import Batch
 from ..errors import UserError
 from ..optim import Optimizer
+from ..stats.profile import Profile
 from ..tables import Feature
 from . import explain
+from .allocate import Objective, named
 from .candidates import Candidate, candidates
 from .choose import BALANCERS, Balancer, Chooser, Solution
 from .cost import Pricer, Setting
-from .placement import Codec, Unique
+from .placement import Codec, TablePlacement, Unique
 from .plan import Choice, Plan, RankCost, inputs_of, topology_inputs
+from .profiled import loads_from_profile
+from .tiering import Copying, Tiering, check_asked, with_popularity
 from .topology import Topology
 from .workload import TableLoad, assume, measure
 
@@ -44,13 +48,24 @@ class Planner:
     balance: tuple[tuple[str, Balancer], ...] = tuple(BALANCERS.items())
     explain: Callable[..., str] = explain.reason
 
-    def plan(self, loads: Mapping[str, TableLoad], setting: Setting, inputs: Mapping[str, Any]) -> Plan:
-        """A plan for these tables. `inputs`: what the job knows of them, as `inputs_of` gives it."""
+    def plan(
+        self,
+        loads: Mapping[str, TableLoad],
+        setting: Setting,
+        inputs: Mapping[str, Any],
+        copying: Copying | None = None,
+    ) -> Plan:
+        """A plan for these tables. `inputs`: what the job knows of them, as `inputs_of` gives it. `copying`: how rows may be
+        copied; by default none are."""
         pricer = self.price(setting)
         tables = list(loads.values())
+        check_asked(tables, copying, setting.topology.world)
         options = [self.enumerate(load, setting.topology) for load in tables]
         chooser = Chooser(tables, options, pricer, dict(self.balance))
         solution = self.choose(chooser)
+        tiered = None if copying is None else Tiering(chooser, solution, copying, self.choose).run()
+        if tiered is not None:
+            chooser, solution = tiered.chooser, tiered.solution
         if solution.short:
             raise UserError(explain.infeasible(chooser, solution))
         choices = {load.table.name: self._explain(chooser, solution, k) for k, load in enumerate(tables)}
@@ -58,10 +73,14 @@ class Planner:
         everything |= {f"load.fixed.{name}": amount for name, amount in setting.fixed.items()}
         for load in tables:
             everything |= explain.describe_load(load)
+        if copying is not None:
+            everything |= {"load.copying.objective": copying.objective, "load.copying.budget": _budget(copying)}
         return Plan(
             world=setting.topology.world,
             ranks_per_node=setting.topology.ranks_per_node,
-            tables={load.table.name: solution.placements[k] for k, load in enumerate(tables)},
+            tables={
+                load.table.name: self._named(solution.placements[k], load, copying) for k, load in enumerate(tables)
+            },
             forward_codec=setting.forward,
             backward_codec=setting.backward,
             unique=setting.unique,
@@ -69,10 +88,19 @@ class Planner:
             choices=choices,
             ranks=self._ranks(pricer, solution),
             balanced=solution.balanced,
+            tiers={} if tiered is None else tiered.choices,
+            copying=None if tiered is None else tiered.budget,
             bottleneck=explain.bottleneck(chooser, solution),
             memory_limit=setting.topology.usable_memory,
             inputs=everything,
         )
+
+    @staticmethod
+    def _named(placed: TablePlacement, load: TableLoad, copying: Copying | None) -> TablePlacement:
+        """With the ids of the rows that have copies."""
+        if placed.tiers is None or copying is None:
+            return placed
+        return replace(placed, tiers=named(copying.naming, load.table.name, placed.tiers))
 
     def _explain(self, chooser: Chooser, solution: Solution, k: int) -> Choice:
         pricer, cost, options = chooser.pricer, solution.costs[k], chooser.options[k]
@@ -86,7 +114,8 @@ class Planner:
         inside, across = explain.sent(cost)
         return Choice(
             label=own.label,
-            reason=self.explain(chooser, solution, k, None if best is None else best[1:], options),
+            reason=self.explain(chooser, solution, k, None if best is None else best[1:], options)
+            + (explain.without_tiers(chooser.loads[k]) if own.tiers is None and pricer.world > 1 else ""),
             seconds=float(pricer.own_seconds(cost).max()),
             bytes_inside=float(inside.mean()),
             bytes_across=float(across.mean()),
@@ -111,6 +140,12 @@ class Planner:
         )
 
 
+def _budget(copying: Copying) -> float | str:
+    if copying.budget is None:
+        return "row-wise of repeated ids"
+    return copying.budget if np.isfinite(copying.budget) else "none"
+
+
 def default_codecs(device: str) -> tuple[Codec, Codec]:
     """Forward and backward: half of the bytes between GPUs, where the exchange is what a step waits for."""
     return ("fp16", "bf16") if device == "cuda" else ("fp32", "fp32")
@@ -124,18 +159,21 @@ def make_plan(
     world: int | None = None,
     ranks_per_node: int | None = None,
     device: str = "cpu",
-    load: Sequence[Batch] | Mapping[str, float] | None = None,
+    load: Profile | Sequence[Batch] | Mapping[str, float] | None = None,
     expected_rows: Mapping[str, int] | None = None,
     sharding: Mapping[str, str] | None = None,
     forward: Codec | None = None,
     backward: Codec | None = None,
     unique: Unique = "node",
+    objective: Objective = "seconds",
+    memory_budget: float | None = None,
     planner: Planner | None = None,
 ) -> Plan:
     """A plan for an embedding module, which may be on the device "meta", on these machines or on `world` ranks of this one.
 
-    `batch_size`: of all ranks together. `load`: batches of the data to measure; or ids per sample of features; by default a
-    pooled feature reads 1 id per sample, another 50, by Zipf's law. `expected_rows` and `sharding`: by table."""
+    `batch_size`: of all ranks together. `load`: a profile, with which hot rows get copies where that pays; batches of the data to
+    measure; or ids per sample of features; by default a pooled feature reads 1 id per sample, another 50, by Zipf's law.
+    `expected_rows` and `sharding`: by table. `objective` and `memory_budget`: of copies, see `Copying`."""
     if topology is None:
         if world is None:
             raise UserError("make_plan: expected a topology or world=, the number of ranks, got neither")
@@ -149,7 +187,11 @@ def make_plan(
         raise UserError(f"make_plan: expected a batch_size of 1 or more, got {batch_size}")
     known: dict[str, Any] = {"expected_rows": expected_rows, "sharding": sharding}
     features, optimizer = embeddings.features, embeddings.optimizer
-    if load is None or isinstance(load, Mapping):
+    copying: Copying | None = None
+    if isinstance(load, Profile):
+        loads = with_popularity(loads_from_profile(load, features, optimizer, **known), load)
+        copying = Copying.of(load, objective, memory_budget)
+    elif load is None or isinstance(load, Mapping):
         loads = assume(features, optimizer, ids=load, **known)
     else:
         loads = measure(features, optimizer, load, **known)
@@ -166,4 +208,4 @@ def make_plan(
         features, optimizer, batch_size=batch_size, world=topology.world, ranks_per_node=topology.ranks_per_node,
         device=topology.device, **exchange, **known,
     )  # fmt: skip
-    return (planner or Planner()).plan(loads, setting, inputs)
+    return (planner or Planner()).plan(loads, setting, inputs, copying)

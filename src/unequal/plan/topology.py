@@ -195,8 +195,11 @@ def _defaults(device: str) -> dict[str, Any]:
 
 def _amount(value: object, path: str) -> Any:
     """A number of bytes from text such as 24 GB or 7 GB/s; anything but text as it is."""
-    if not isinstance(value, str):
-        return value
+    return parse_bytes(value, path) if isinstance(value, str) else value
+
+
+def parse_bytes(value: str, path: str) -> float:
+    """24 GB → 24 · 10⁹. `path`: what the error names."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s)?\s*", value)
     units = {unit.lower(): scale for unit, scale in UNITS.items()}
     if found is None or found[2].lower() not in units:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -14,50 +13,20 @@ import numpy.typing as npt
 from ..batch import Batch
 from ..errors import RecipeError, UserError, nearest
 from ..optim import LAMB, LARS, Optimizer
+from ..stats.curve import Curve as Curve
+from ..stats.curve import Stretches
 from ..tables import Feature, Table
 from .extrapolate import extended
 from .placement import KINDS, Kind
+from .popularity import Popularity
 
 Ints = npt.NDArray[np.int64]
-Sharding = Kind | Literal["auto"]
+Sharding = Kind | Literal["auto", "tiers"]
 ASSUMED_IDS = {True: 1.0, False: 50.0}
 """ids per sample of a pooled feature and of a sequence, where nothing is known"""
 ASSUMED_SKEW = 1.05
 ASSUMED_ROWS = 1_000_000
 """of a table with unbounded ids"""
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """How many different ones there are in n samples. Between the points it is straight on a logarithmic scale; beyond the last
-    it goes on by doublings, each of which adds less by the factor by which the last one added less than the one before."""
-
-    samples: tuple[int, ...]
-    counts: tuple[float, ...]
-    limit: float = float("inf")
-
-    def __call__(self, samples: float) -> float:
-        if samples <= 0 or not self.counts or not self.counts[-1]:
-            return 0.0
-        known = dict(zip(self.samples, self.counts))
-        if samples in known:
-            return min(self.limit, known[samples])  # type: ignore[index]
-        points = [(n, c) for n, c in known.items() if c > 0]
-        first, last = points[0], points[-1]
-        if samples <= first[0]:
-            return min(self.limit, first[1] * samples / first[0])
-        if samples <= last[0]:
-            x, y = np.log([n for n, _ in points]), np.log([c for _, c in points])
-            return min(self.limit, float(np.exp(np.interp(np.log(samples), x, y))))
-        slopes = [np.log(b[1] / a[1]) / np.log(b[0] / a[0]) for a, b in pairwise(points)]
-        slope = float(slopes[-1]) if slopes else 1.0
-        decay = min(1.0, slope / float(slopes[-2])) if len(slopes) > 1 and slopes[-2] > 0 else 1.0
-        count, ahead = last[1], float(np.log2(samples / last[0]))
-        while ahead > 0 and count < self.limit:
-            slope *= decay
-            count *= 2 ** (slope * min(1.0, ahead))
-            ahead -= 1
-        return min(self.limit, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +54,8 @@ class TableLoad:
     sharding: Sharding = "auto"
     source: str = "assumed"
     """where the numbers come from"""
+    popularity: Popularity | None = None
+    """how often single rows are read, where a profile says it"""
 
     @property
     def ids(self) -> float:
@@ -115,7 +86,7 @@ class TableLoad:
 
 
 def check_sharding(value: str, where: str) -> None:
-    valid = ("auto", *KINDS)
+    valid = ("auto", *KINDS, "tiers")
     if value not in valid:
         raise RecipeError(where, "one of " + ", ".join(valid), value, nearest(value, valid))
 
@@ -142,7 +113,7 @@ def measure(
         )
     expected, asked, total = expected_rows or {}, sharding or {}, max(seen, total_samples or seen)
     loads = {}
-    for table, names in _readers(features).items():
+    for table, names in readers_of(features).items():
         columns = [_column(sample, name) for name in names]
         own = features[names[0]].table
         distinct, admitted = _curves(columns, seen, own, epochs, total if own.rows is None else seen)
@@ -160,7 +131,7 @@ def measure(
             distinct=distinct,
             rows=max(1, rows),
             entries=entries,
-            sharding=_sharding(asked, table),
+            sharding=sharding_of(asked, table),
             source=f"measured on {seen:,} samples",
         )
     return loads
@@ -181,7 +152,7 @@ def assume(
         if name not in features:
             raise UserError(f"a workload names the feature '{name}', which the module lacks; {nearest(name, features)}")
     loads = {}
-    for table, names in _readers(features).items():
+    for table, names in readers_of(features).items():
         own = features[names[0]].table
         rows = own.rows or expected.get(table, ASSUMED_ROWS)
         read = {}
@@ -195,7 +166,7 @@ def assume(
             distinct=zipf_curve(rows, sum(feature.ids for feature in read.values()), skew),
             rows=rows,
             entries=0 if own.rows else rows,
-            sharding=_sharding(asked, table),
+            sharding=sharding_of(asked, table),
             source=f"assumed: Zipf {skew:g}",
         )
     return loads
@@ -213,13 +184,13 @@ def zipf_curve(rows: int, ids: float, skew: float) -> Curve:
     return Curve(tuple(samples), tuple(float(count) for count in counts), float(rows))
 
 
-def _sharding(asked: Mapping[str, str], table: str) -> Any:
+def sharding_of(asked: Mapping[str, str], table: str) -> Any:
     value = asked.get(table, "auto")
     check_sharding(value, f"tables.{table}.sharding")
     return value
 
 
-def _readers(features: Mapping[str, Feature]) -> dict[str, list[str]]:
+def readers_of(features: Mapping[str, Feature]) -> dict[str, list[str]]:
     """Table → the features that read it."""
     readers: dict[str, list[str]] = {}
     for name, feature in features.items():
@@ -241,7 +212,7 @@ def _curves(
     """Different ids in n samples, up to `total`, and those that training sees often enough to give them a row."""
     sizes = sorted({max(1, seen >> k) for k in range(seen.bit_length())})
     often = -(-table.admit_after // max(1, epochs))
-    reads = _Reads(columns)
+    reads = Stretches(columns)
     limit = float(table.rows) if table.rows is not None else float("inf")
     distinct = [reads.reaching(1, size, seen) for size in sizes]
     curve = Curve(tuple(sizes), tuple(distinct), limit)
@@ -253,31 +224,3 @@ def _curves(
         admitted = longer if admitted is curve else admitted
         curve = longer
     return curve, admitted
-
-
-class _Reads:
-    """Every read of a table in order of its id, and of one id in order of the samples."""
-
-    def __init__(self, columns: Sequence[tuple[Ints, Ints]]) -> None:
-        ids = np.concatenate([ids for ids, _ in columns])
-        samples = np.concatenate(
-            [np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets)) for _, offsets in columns]
-        )
-        order = np.lexsort((samples, ids)) if len(columns) > 1 else np.argsort(ids, kind="stable")
-        self.count, self.ids, self.samples = len(ids), ids[order], samples[order]
-
-    def _before(self, times: int) -> npt.NDArray[np.int32]:
-        """Of every read the sample in which its id was read so many times before; -1 where it was not."""
-        if not times:
-            return self.samples
-        found = np.full(self.count, -1, np.int32)
-        same = self.ids[times:] == self.ids[:-times]
-        found[times:] = np.where(same, self.samples[:-times], -1)
-        return found
-
-    def reaching(self, times: int, size: int, seen: int) -> float:
-        """How many ids are read at least so often in so many samples, on average over all such stretches of the sample."""
-        stretches = seen // size
-        start = self.samples // size * size
-        reached = (self._before(times - 1) >= start) & (self._before(times) < start)
-        return float((reached & (self.samples < stretches * size)).sum()) / stretches

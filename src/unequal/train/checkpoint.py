@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .. import tensorfile
 from ..errors import CheckpointError
 from ..exchange.mesh import Mesh
-from . import tensorfile
 from .packing import (
     dense_state,
     flatten_optimizer,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..data.config import DataConfig
+from ..embeddings.drift import Drift
 from ..errors import RecipeError, UserError, nearest
 from ..models import ModelConfig
 from ..optim import OPTIMIZERS, Optimizer
@@ -159,6 +160,28 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TiersConfig:
+    """What is done when the rows that are read most are no longer those that a tiered plan has copies of."""
+
+    drift: Literal["off", "report", "on"] = "report"
+    """off: nothing is counted; report: the plan's age is told; on: rows also move between tiers."""
+    every: int = 500
+    """Steps between rounds."""
+    most: int = 8192
+    """Rows of a table that may move in a round."""
+    check: bool = False
+    """Compares all copies with their owners' rows at every line of the log; to find faults."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "most"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"tiers.{name}", "1 or more", getattr(self, name))
+
+    def build(self) -> Drift:
+        return Drift(mode=self.drift, every=self.every, most=self.most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """How long, how large, how often."""
 
@@ -210,6 +233,7 @@ class Recipe:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     run: RunConfig = field(default_factory=RunConfig)
     name: str = field(default="recipe", compare=False)
     """Names the run folder; not part of the file."""
@@ -264,7 +288,7 @@ class Recipe:
         named = {name: replace(own, sharding=None, expected_rows=None) for name, own in self.tables.named.items()}
         described = {name: own for name, own in named.items() if own != TableConfig()}
         tables = replace(self.tables, sharding="auto", named=described)
-        same = replace(self, run=replace(self.run, folder=""), tables=tables)
+        same = replace(self, run=replace(self.run, folder=""), tables=tables, tiers=TiersConfig())
         return hashlib.sha256(same.to_toml().encode()).hexdigest()[:16]
 
 

@@ -60,6 +60,21 @@ class ExchangeCount:
         """Per step of this process."""
         return self._per_step(torch.zeros_like(self._now), self._first_step)
 
+    def tiers(self) -> dict[str, dict[str, float]]:
+        """Of every table with tiers: how well they fit what is read, by the last round; and all rows that have moved."""
+        found: dict[str, dict[str, float]] = {}
+        for name, copies in (self._sharded.copies if self._sharded is not None else {}).items():
+            replicated, both = copies.cuts
+            found[name] = {"replicated_rows": replicated, "node_rows": both - replicated}
+            reports = self._sharded.tier_reports.get(name, []) if self._sharded is not None else []
+            if reports:
+                last = reports[-1]
+                found[name] |= {
+                    "replicated_reads": last.replicated, "node_reads": last.node, "chosen_anew": last.chosen_anew,
+                    "age": last.age, "moved_rows": sum(report.moved for report in reports),
+                }  # fmt: skip
+        return found
+
     def _per_step(self, before: Tensor, step: int) -> dict[str, float]:
         steps = self._step - step
         if self._sharded is None or steps <= 0:

@@ -84,6 +84,7 @@ def make_report(
     steps: int,
     best_step: int | None,
     exchange: dict[str, float] | None = None,
+    tiers: dict[str, dict[str, float]] | None = None,
     plan: list[str] | None = None,
     seconds_to_first_step: float | None = None,
 ) -> Report:
@@ -116,6 +117,7 @@ def make_report(
         ranks_per_node=mesh.ranks_per_node,
         embedding_bytes_per_rank=max(sum(memory.values()) for memory in memories),
         exchange=exchange or {},
+        tiers=tiers or {},
         plan=plan or [],
         seconds_to_first_step=seconds_to_first_step,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..embeddings import Embeddings
 from ..errors import UserError
 from ..exchange.mesh import Mesh
 from ..kernels.request import mix64
+from ..plan.placement import Tiers
 from ..plan.plan import Plan
 from . import checkpoint
 from .config import Recipe
@@ -92,28 +94,48 @@ def choose_plan(
     }  # fmt: skip
     kept = None if run is None else run / PLAN
 
-    def choose() -> dict[str, Any]:
+    def choose() -> Plan:
         if path is not None:
-            return load_plan(path, recipe, **job).to_json()
+            return load_plan(path, recipe, **job)
         if kept is not None and kept.is_file():
             try:
-                return load_plan(kept, recipe, **job).to_json()
+                return load_plan(kept, recipe, **job)
             except UserError:
                 say("the tables are spread anew: the run was planned for other ranks or settings")
-        return plan_recipe(recipe, data=data, **job).to_json()
+        return plan_recipe(recipe, data=data, **job)
+
+    chosen: list[Plan] = []
+
+    def tell() -> dict[str, Any]:
+        chosen.append(choose())
+        return chosen[0].to_json()
 
     if ranks.world == 1:
         if path is not None:
             load_plan(path, recipe, **job)
         return None
-    return Plan.from_json(ranks.first(choose))
+    told = Plan.from_json(ranks.first(tell))
+    return _share_tiers(chosen[0] if chosen else told, ranks.mesh)
+
+
+def _share_tiers(plan: Plan, mesh: Mesh) -> Plan:
+    """Rank 0's plan names the rows that have copies, the others' only say that there are some."""
+    tables = dict(plan.tables)
+    for name, placed in plan.tables.items():
+        if placed.tiers is not None:
+            own = (placed.tiers.replicated, placed.tiers.node)
+            parts = [torch.from_numpy(ids if mesh.rank == 0 else ids[:0]) for ids in own]
+            named = [mesh.gather_tensors(mesh.to_link(part))[0].cpu().numpy() for part in parts]
+            tables[name] = replace(placed, tiers=Tiers(*named))
+    return replace(plan, tables=tables)
 
 
 def summary(plan: Plan | None) -> list[str]:
     """A line for every way in which tables are spread."""
     ways: dict[str, list[str]] = {}
     for name, placed in plan.tables.items() if plan is not None else ():
-        ways.setdefault(placed.kind.replace("_", "-") + (", sums" if placed.sums else ""), []).append(name)
+        more = ", sums" if placed.sums else " in tiers" if placed.tiers is not None else ""
+        ways.setdefault(placed.kind.replace("_", "-") + more, []).append(name)
     return [
         f"{way}: {', '.join(names) if len(names) <= NAMED else f'{len(names)} tables'}" for way, names in ways.items()
     ]

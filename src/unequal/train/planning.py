@@ -19,12 +19,17 @@ from ..embeddings import Embeddings
 from ..errors import UserError
 from ..exchange.mesh import Mesh
 from ..models import build_model
+from ..plan.allocate import Objective
 from ..plan.cost import Setting
 from ..plan.memory import LOOKUP_BYTES
 from ..plan.plan import Plan, inputs_of
 from ..plan.planner import Planner
+from ..plan.profiled import loads_from_profile
+from ..plan.tiering import Copying, with_popularity
 from ..plan.topology import Topology
 from ..plan.workload import TableLoad, measure
+from ..stats.profile import Profile
+from ..stats.source import source_of
 from .build import build_tables
 from .config import Recipe
 from .session import open_data
@@ -54,16 +59,23 @@ def plan_recipe(
     ranks_per_node: int | None = None,
     device: str = "cpu",
     data: Dataset | None = None,
+    profile: Profile | None = None,
+    objective: Objective = "seconds",
+    memory_budget: float | None = None,
     planner: Planner | None = None,
 ) -> Plan:
     """How the recipe's tables are best spread over these machines, or over `world` ranks of machines like this one.
 
-    `data`: the recipe's, where it is open already. The plan depends on recipe, data and machines alone."""
+    `data`: the recipe's, where it is open already. `profile`: of that data; with it hot rows get copies where that pays, within
+    `memory_budget` bytes of each rank (see `Copying`). The plan depends on recipe, data, profile and machines alone."""
     topology = _topology(topology, world, ranks_per_node, device)
     data = open_data(recipe, Mesh()) if data is None else data
-    sample, total = _sample(recipe, data)
+    if profile is not None:
+        profile.check(source_of(recipe.data, build_tables(recipe), data))
+    sample, total = _sample(recipe, data, SAMPLE_IDS if profile is None else 1)
     forward, backward = recipe.exchange.codecs(topology.device)
-    loads = _loads(recipe, sample, total)
+    loads = _loads(recipe, sample, total) if profile is None else profiled_loads(recipe, profile)
+    copying = None if profile is None else Copying.of(profile, objective, memory_budget)
     setting = Setting(
         topology=topology,
         batch_size=recipe.run.batch_size,
@@ -74,7 +86,20 @@ def plan_recipe(
     )
     del sample
     _give_back()
-    return (planner or Planner()).plan(loads, setting, _inputs(recipe, topology))
+    return (planner or Planner()).plan(loads, setting, _inputs(recipe, topology), copying)
+
+
+def profiled_loads(recipe: Recipe, profile: Profile) -> dict[str, TableLoad]:
+    """The loads of a recipe's tables, as a profile has them, down to single rows."""
+    loads = loads_from_profile(
+        profile,
+        build_tables(recipe),
+        recipe.optimizer.build_tables(),
+        epochs=recipe.run.epochs,
+        expected_rows=recipe.expected_rows(),
+        sharding=recipe.sharding_of(),
+    )
+    return with_popularity(loads, profile)
 
 
 def _give_back() -> None:
@@ -140,8 +165,9 @@ def _topology(topology: Topology | None, world: int | None, ranks_per_node: int 
     return topology.resized(world // size, size)
 
 
-def _sample(recipe: Recipe, data: Dataset) -> tuple[list[Batch], int]:
-    """Batches of the training part in an order in which training could read them, and how many samples the part has."""
+def _sample(recipe: Recipe, data: Dataset, most: int) -> tuple[list[Batch], int]:
+    """Batches of the training part in an order in which training could read them, until they have so many ids; and how many
+    samples the part has."""
     # Dense columns are not looked at: their mean and deviation need not be known.
     plain = dict.fromkeys(recipe.data.dense, (0.0, 1.0))
     size = min(recipe.run.batch_size, 1024)
@@ -156,7 +182,7 @@ def _sample(recipe: Recipe, data: Dataset) -> tuple[list[Batch], int]:
     for batch in reader:
         sample.append(batch)
         ids += batch.ids.numel()
-        if ids >= SAMPLE_IDS or len(sample) >= batches:
+        if ids >= most or len(sample) >= batches:
             break
     if not sample:
         raise UserError("a plan: expected samples to train on, but all rows were dropped; check data.bad_rows")

@@ -19,8 +19,8 @@ from ..plan.placement import Shard, part_of
 from ..storage import HashedStorage, Storage
 from ..storage.tables import RARE_SLOT
 from ..tables import Table
+from ..tensorfile import NAMES, TensorFile
 from .saved import OpenFiles, SavedCheckpoint, SavedShard, SavedTable, entries, live_entries
-from .tensorfile import NAMES, TensorFile
 
 CHUNK = 16 << 20
 """bytes of rows that are read at a time"""

@@ -62,6 +62,8 @@ class Report:
     would have taken, and the share of the time spent in collectives of the tables."""
     plan: list[str] = field(default_factory=list)
     """How the tables are spread, a line per kind."""
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of every table with tiers: rows in each, the share of reads they serve, and how that would be were they chosen anew."""
     seconds_to_first_step: float | None = None
     """From the command to the end of the first step."""
 

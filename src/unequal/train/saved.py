@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, nearest
 from ..plan.placement import part_of
+from ..tensorfile import DTYPES, NAMES, Checksums, TensorFile, checksum_text
 from .packing import unpack
-from .tensorfile import DTYPES, NAMES, Checksums, TensorFile, checksum_text
 
 FORMAT = 2
 STATE = "state.json"

@@ -119,7 +119,7 @@ def make_model(
     torch.manual_seed(recipe.run.seed)
     embeddings = build_embeddings(recipe, schedule, device if mesh.world == 1 else "meta")
     if mesh.world > 1:
-        embeddings = shard(embeddings, placement, mesh, device=device)
+        embeddings = shard(embeddings, placement, mesh, device=device, drift=recipe.tiers.build())
     data = recipe.data
     model = build_model(recipe.model, embeddings, dense_features=len(data.dense), tasks=len(data.labels))
     return model.to(device), embeddings

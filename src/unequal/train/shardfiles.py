@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..optim import Optimizer
 from ..storage import HashedStorage, Storage
+from ..tensorfile import Source, Streamed
 from .resharding import Tables, optimizer_of
 from .saved import SavedShard, SavedTable, file_name
-from .tensorfile import Source, Streamed
 
 Listed = list[Any]
 """A shard for other ranks to read: table, first, last, part, parts, rows, ids, bytes."""

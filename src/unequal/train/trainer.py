@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..batch import Batch
 from ..data.reader import Bookmark, Reader
+from ..embeddings import ShardedEmbeddings
 from ..errors import UserError
 from . import checkpoint
 from .build import build_dense_optimizer, load_dense_optimizer
@@ -197,6 +198,7 @@ class Trainer:
             steps=at.step,
             best_step=best_step,
             exchange=self.exchange.report(),
+            tiers=self.exchange.tiers(),
             plan=summary(self.plan),
             seconds_to_first_step=self.seconds_to_first_step,
         )
@@ -275,12 +277,19 @@ class Trainer:
     def _log(self) -> None:
         at = self.at
         self._settle()
+        if self.recipe.tiers.check and isinstance(self.embeddings, ShardedEmbeddings):
+            self.embeddings.check_copies()
         values = {
             "loss": at.loss_sum / at.loss_count,
             "learning_rate_factor": self.schedule(at.step - 1),
             "samples": at.samples,
             "samples_per_second": at.samples_per_second,
             **self.exchange.since_last_line(),
+            **{
+                f"tiers_{table}_{name}": value
+                for table, own in self.exchange.tiers().items()
+                for name, value in own.items()
+            },
         }
         at.loss_sum, at.loss_count = 0.0, 0
         self.loss_sum.zero_()

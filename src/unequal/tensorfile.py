@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from .errors import CheckpointError
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -50,6 +50,7 @@ BLOCK = 1 << 20
 LARGEST_COPY = 1 << 26
 LONGEST_HEADER = 100_000_000
 """What other readers of the format accept."""
+REMEDY = "choose another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,9 @@ def read(path: Path, names: Collection[str] | None = None, *, checksums: Checksu
 class TensorFile:
     """A file that is read in parts. With checksums, no byte is given out that was not verified, the header included."""
 
-    def __init__(self, path: Path, checksums: Checksums | None = None) -> None:
-        self.path, self._checksums = path, checksums
+    def __init__(self, path: Path, checksums: Checksums | None = None, *, remedy: str = REMEDY) -> None:
+        """`remedy`: what to do where the file is damaged, for the error."""
+        self.path, self._checksums, self._remedy = path, checksums, remedy
         self._held, self._content = -1, memoryview(b"")
         """the block read last, as neighbours are often asked for one after the other"""
         with self._readable():
@@ -177,8 +179,8 @@ class TensorFile:
             with self._readable():
                 size = os.fstat(self._file.fileno()).st_size
                 if checksums is not None and size != checksums.bytes:
-                    raise _broken(path, f"has {size} bytes where {checksums.bytes} were written")
-            self.header = _parse(path, self._bytes, size)
+                    raise self._broken(f"has {size} bytes where {checksums.bytes} were written")
+            self.header = _parse(self._broken, self._bytes, size)
             if checksums is not None:
                 self._fill(0, memoryview(bytearray(self.header.data)))
         except BaseException:
@@ -286,8 +288,7 @@ class TensorFile:
         expected, block = self._checksums.values[number], self._checksums.block
         if got != expected:
             last = min((number + 1) * block, self._checksums.bytes)
-            raise _broken(
-                self.path,
+            raise self._broken(
                 f"has the checksum {checksum_text(got)} in bytes {number * block} to {last} where "
                 f"{checksum_text(expected)} was written",
             )
@@ -303,7 +304,7 @@ class TensorFile:
             while out:
                 count = self._file.readinto(out[:PIECE])
                 if not count:
-                    raise _broken(self.path, f"ends at byte {start}, in the middle of a tensor")
+                    raise self._broken(f"ends at byte {start}, in the middle of a tensor")
                 start, out = start + count, out[count:]
 
     @contextmanager
@@ -311,9 +312,10 @@ class TensorFile:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be read ({error.strerror or error}); choose another checkpoint"
-            ) from None
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error}); {self._remedy}") from None
+
+    def _broken(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: the file {what}; it is damaged or incomplete: {self._remedy}")
 
 
 def checksum_text(value: int) -> str:
@@ -382,10 +384,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _parse(path: Path, read_bytes: Callable[[int, int], bytes], size: int) -> Header:
+def _parse(broken: Callable[[str], CheckpointError], read_bytes: Callable[[int, int], bytes], size: int) -> Header:
     length = int.from_bytes(read_bytes(0, 8), "little") if size >= 8 else LONGEST_HEADER
     if length > min(LONGEST_HEADER, size - 8):
-        raise _broken(path, f"of {size} bytes is too short for its header, or is not a safetensors file")
+        raise broken(f"of {size} bytes is too short for its header, or is not a safetensors file")
     try:
         content = json.loads(read_bytes(8, length), object_pairs_hook=_without_repeats)
         metadata = content.pop("__metadata__", {})
@@ -396,19 +398,19 @@ def _parse(path: Path, read_bytes: Callable[[int, int], bytes], size: int) -> He
             for name, part in content.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken(path, f"has a header that cannot be understood ({error})") from None
+        raise broken(f"has a header that cannot be understood ({error})") from None
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         count = 1
         for extent in entry.shape:
             count *= extent
         if entry.start != end or entry.end - entry.start != count * entry.dtype.itemsize:
-            raise _broken(
-                path, f"gives tensor '{name}' bytes {entry.start} to {entry.end}, which do not fit its shape or place"
+            raise broken(
+                f"gives tensor '{name}' bytes {entry.start} to {entry.end}, which do not fit its shape or place"
             )
         end = entry.end
     if 8 + length + end != size:
-        raise _broken(path, f"has {size} bytes where its header describes {8 + length + end}")
+        raise broken(f"has {size} bytes where its header describes {8 + length + end}")
     return Header(entries, {str(key): str(value) for key, value in dict(metadata).items()}, 8 + length)
 
 
@@ -423,7 +425,3 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise ValueError("a name comes twice")
     return content
-
-
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: the file {what}; it is damaged or incomplete: choose another checkpoint")

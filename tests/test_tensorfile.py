@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from unequal import tensorfile
 from unequal.errors import CheckpointError
-from unequal.train import tensorfile
 
 
 def example():
