@@ -1,7 +1,7 @@
 """The one runner: `python -m benchmarks [--only NAME …] [--quick] [--output FILE]`.
 
-Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate and tiers into
-simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
+Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate, tiers and
+drift into simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
 unless a file is named for it.
 """
 
@@ -21,10 +21,14 @@ from .report import BenchmarkError, merge, stamp
 
 NAMES = (
     *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
-    *("distributed", "codecs", "simulate", "tiers"),
+    *("distributed", "codecs", "simulate", "tiers", "drift"),
 )
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
-APART = {"simulate": RESULTS.with_name("simulate.json"), "tiers": RESULTS.with_name("cluster.json")}
+APART = {
+    "simulate": RESULTS.with_name("simulate.json"),
+    "tiers": RESULTS.with_name("cluster.json"),
+    "drift": RESULTS.with_name("cluster.json"),
+}
 """benchmarks whose results do not depend on the machine, or are too many for one file"""
 
 

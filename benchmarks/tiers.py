@@ -3,7 +3,7 @@
 Two sequence features over 2 tables × 100,000 rows, dim 64, 256 samples per rank with 100 to 300 ids each, Zipf 1.05. All jobs
 train from equal weights on the same batches: TorchRec row-wise, and our plans from row-wise exchange of repeated ids to tiers
 with rows that cross once per node. Plans come from a profile of other batches and from rates that `unequal calibrate` measured
-on the same cluster. Bytes are what the links' counters say. Then the popularity of real sequences, in bytes alone.
+on the same cluster. Bytes are what the links' counters say. Then sequences of real people, whose popularity is what it is.
 Needs root (see cluster.py). No number is reported unless all float32 jobs come to the same losses.
 """
 
@@ -220,9 +220,9 @@ def predicted(plan: Plan) -> dict[str, Any]:
 
 
 def compare(
-    study: Study, folder: Path, speed: float, names: list[str], blocks: int, seconds: float, peer: bool
+    study: Study, folder: Path, speed: float, names: list[str], blocks: int, rates: float | Topology, peer: bool
 ) -> dict[str, Any]:
-    """All jobs at one speed of the links."""
+    """All jobs at one speed of the links. `rates`: of the machines, or for how many seconds to measure them."""
     from unequal.stats.profile import Profile
 
     from .tiers_worker import plan_file
@@ -234,7 +234,7 @@ def compare(
     profile = Profile.of(features, batches)
     with Cluster(NODES, RANKS, speed) as cluster:
         laboratory = Laboratory(cluster, folder)
-        topology = laboratory.calibrate(seconds)
+        topology = laboratory.calibrate(rates) if isinstance(rates, float) else rates
         jobs, plans = {}, {}
         if peer:
             jobs[PEER] = summary(laboratory.job(PEER, "row_wise", blocks), size)
@@ -253,6 +253,14 @@ def described_topology(topology: Topology) -> dict[str, Any]:
     """The rates that plans were made with, without the single points."""
     mapping: dict[str, Any] = topology.to_mapping()
     return {part: dict(mapping[part]) for part in ("inside", "across", "compute")}
+
+
+def machines(rates: dict[str, Any]) -> Topology:
+    """The cluster with rates that were measured on it."""
+    from unequal.plan.topology import Topology, machine_memory
+
+    shape = {"nodes": NODES, "ranks_per_node": RANKS, "memory_per_rank": machine_memory() // RANKS}
+    return Topology.from_mapping({**shape, **rates})
 
 
 def judged(jobs: dict[str, Any], least_mb: float) -> dict[str, Any]:
@@ -282,6 +290,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     else:
         study = generated(rows=100_000, size=SAMPLES * NODES * RANKS, mean=200, batches=BATCHES, profiled=PROFILED)
     blocks, seconds = (1, 2.0) if quick else (BLOCKS, CALIBRATION)
+    shaped = f"{SPEEDS[0]:g} Mbit/s"
     least = least_bytes(study.measured) / 1e6
     result: dict[str, Any] = {"nodes": NODES, "ranks": RANKS, "least_mb_per_node": round(least, 3)}
     with tempfile.TemporaryDirectory() as temporary:
@@ -291,14 +300,14 @@ def run(quick: bool = False) -> dict[str, Any]:
                 found["judged"] = judged(found["jobs"], least)
                 result[f"{speed:g} Mbit/s" if speed else "unshaped"] = found
             if not quick:
-                result["real"] = real_popularity(Path(temporary))
+                result["real"] = real_popularity(Path(temporary), machines(result[shaped]["topology"]))
         except ClusterError as error:
             raise BenchmarkError(str(error)) from error
     return result
 
 
-def real_popularity(folder: Path) -> dict[str, Any]:
-    """Bytes of each plan on real sequences; the links are not shaped, which changes no byte."""
+def real_popularity(folder: Path, topology: Topology) -> dict[str, Any]:
+    """Each plan on real sequences, over shaped links."""
     if not DATA.is_dir():
         raise BenchmarkError("real data not found: ../shared/data")
     names = [name for name in ARRANGEMENTS if not name.endswith("_16")]
@@ -306,13 +315,13 @@ def real_popularity(folder: Path) -> dict[str, Any]:
     for data in ORDER:
         study = real(data, size=SAMPLES * NODES * RANKS, batches=BATCHES)
         least = least_bytes(study.measured) / 1e6
-        one = compare(study, folder, 0.0, names, 1, CALIBRATION, peer=False)
+        one = compare(study, folder, SPEEDS[0], names, 1, topology, peer=False)
         ids = statistics.fmean(len(ids) for ids in study.measured.ids)
         found[data] = {
             "rows": study.measured.rows[0],
             "ids_per_sample": round(ids / study.measured.size, 2),
             "least_mb_per_node": round(least, 3),
-            **one,
+            "jobs": one["jobs"],
             "judged": judged(one["jobs"], least),
         }
     return found

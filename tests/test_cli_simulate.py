@@ -42,7 +42,7 @@ def test_a_table_in_words(tmp_path: Path) -> None:
         "column-wise",
         "tiers, unique per node",
         "as 16 bit",
-        "rows replicated",
+        "tiers, repeated ids: no copy of a row pays",
         "256",
     ):
         assert words in done.output
@@ -50,6 +50,9 @@ def test_a_table_in_words(tmp_path: Path) -> None:
     assert numbers["samples_per_rank"] == 64 and len(numbers["plans"]) == 21
     assert {one["nodes"] for one in numbers["growth"]} == {1, 2, 4, 8, 16, 32, 64, 128, 256}
     assert numbers["plans"][0]["fewer"] == 0 and numbers["plans"][2]["fewer"] > 0.3
+    assert done.output.splitlines()[-2].split()[-1].endswith("%"), "no column is cut off"
+    done = simulate(*TABLE, "--objective", "bytes")
+    assert done.exit_code == 0 and "rows replicated, " in done.output
 
 
 def test_a_recipe_and_its_profile(shared_clicks: Path, tmp_path: Path) -> None:

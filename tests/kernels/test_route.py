@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from tests.kernels.cases import FAST, THREADED
 from unequal.kernels import reference
 
-
 IDS = st.one_of(st.integers(0, 30), st.integers(-(2**63), 2**63 - 1))
 
 

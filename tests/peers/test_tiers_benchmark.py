@@ -116,9 +116,9 @@ def test_wrong_losses_are_refused() -> None:
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def test_plans_and_torchrec_train_alike_on_a_small_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two ranks: bytes as predicted, fewer with tiers, equal losses."""
-    monkeypatch.setattr(tiers, "RANKS", 2)
-    study = tiers_data.generated(rows=2_000, size=4 * 64, mean=40, batches=2, profiled=4)
+    """Two nodes of one rank: bytes as predicted, fewer with tiers, equal losses."""
+    monkeypatch.setattr(tiers, "RANKS", 1)
+    study = tiers_data.generated(rows=2_000, size=2 * 64, mean=40, batches=2, profiled=4)
     found = tiers.compare(study, tmp_path, 0.0, ["none", "tiers_node"], 1, 1.0, peer=PEERS.exists())
     sent = {name: part["wire_mb_per_node"]["median"] for name, part in found["jobs"].items()}
     counted = {name: found["jobs"][name]["counted_mb_per_node"]["median"] for name in ("none", "tiers_node")}

@@ -98,7 +98,7 @@ def test_stretches_do_not_depend_on_how_batches_are_cut(monkeypatch):
     from unequal.stats import counter
 
     monkeypatch.setattr(counter, "STRETCH_IDS", 256)
-    monkeypatch.setattr(counter, "MEASURED_IDS", 2**30)
+    monkeypatch.setattr(counter, "SPARSER", 1)
     parts = list(batches(8, 64))
     joined = [_joined(parts[:3]), _joined(parts[3:4]), _joined(parts[4:])]
     one, other = (uq.Profile.of(FEATURES, some).tables["items"] for some in (parts, joined))

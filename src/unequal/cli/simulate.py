@@ -215,7 +215,7 @@ def show(simulation: Simulation, said: str, plans: list[Outcome], growth: list[O
     )  # fmt: skip
     grown.add_column("nodes", justify="right")
     for way in shown:
-        grown.add_column(way.name, justify="right", no_wrap=True)
+        grown.add_column(way.name.replace(", ", ",\n"), justify="right", no_wrap=True)
     grown.add_column("fewer", justify="right")
     for first in range(0, len(growth), len(GROWING)):
         of = {one.plan: one for one in growth[first : first + len(GROWING)]}

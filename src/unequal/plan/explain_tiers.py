@@ -89,24 +89,21 @@ def table_text(plan: Plan, name: str) -> str:
 
 def _change(words: str, before: float, after: float, say: Callable[[float], str]) -> tuple[str, str, str, str]:
     changed = f"{after / before - 1:+.0%}" if before else ""
-    return words, say(before), say(after), changed.replace("-", "−")
+    return words, say(before), say(after), "0%" if changed[1:] == "0%" else changed.replace("-", "−")
 
 
 def _cut(words: str, rows: int, last: float | None, behind: float | None, objective: Objective) -> list[str]:
     said = [f"  rows up to {rows:,} are {words}" if rows else f"  no row is {words}"]
     if last is not None and rows:
-        said.append(f"    the last one saves {_gain(last, objective)} a step per MB of copies")
+        saved = f"saves {_gain(last, objective)} a step per MB of copies" if last < MOST else "saves memory, too"
+        said.append(f"    the last one {saved}")
     if behind is not None:
-        said.append(
-            f"    the next {'would save' if behind > 0 else 'would cost'} {_gain(abs(behind), objective)} per MB"
-        )
+        said.append(f"    the next would {'save' if behind > 0 else 'cost'} {_gain(abs(behind), objective)} per MB")
     return said
 
 
 def _gain(per_byte: float, objective: Objective) -> str:
     """Of one MB."""
-    if per_byte >= MOST:
-        return "time" if objective == "seconds" else "bytes and takes none"
     if objective == "bytes":
         return f"{per_byte:,.2g} MB"
     return f"{per_byte * 1e15:.3g} ns" if per_byte < 1e-12 else milliseconds(per_byte * 1e6)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from .cost import Setting
 
 Floats = npt.NDArray[np.float64]
-PUSH_ACROSS, PUSH_INSIDE = 0.75, 0.5
-"""Of the time that new rows take to their copies, the share that counts, between nodes and inside them: it runs beside the rest of the
-step, but links that are busy with it are not free for others, and what is not through when the next forward begins is waited for.
-Links inside nodes are less often what is waited for. Assumed."""
+PUSH_ACROSS, PUSH_INSIDE = 2 / 3, 1 / 2
+"""Of the time that new rows take to their copies, the share that counts, between nodes and inside them. It runs beside the rest
+of the step, but links that are busy with it are not free for others, and what is not through when the next forward begins is
+waited for. Links inside nodes are less often what is waited for. Assumed."""
 NUMBER = 4
 """bytes by which a row is named on its way to its copies: its number among those that have some"""
 
