@@ -1,7 +1,7 @@
 """The one runner: `python -m benchmarks [--only NAME …] [--quick] [--output FILE]`.
 
-Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate, tiers and
-drift into simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
+Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate, tiers and drift into
+simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
 unless a file is named for it.
 """
 

@@ -1,9 +1,9 @@
 """Tiers when popularity shifts: 2 nodes × 2 ranks of the test cluster, one sequence feature over 100,000 rows, dim 64, Zipf 1.05.
 
-Which row is how popular is drawn twice. The first third of the steps reads by the first draw, in the second third ever more samples
-read by the second one, in the last third all do. Three jobs train on the same batches: with tiers from a profile of the first draw,
-with the same tiers and rows that move, and with tiers from a profile of the second. Bytes are what the links' counters say, in the
-last third. Needs root (see cluster.py).
+Which row is how popular is drawn twice. The first third of the steps reads by the first draw, in the second third ever more
+samples read by the second one, in the last third all do. Three jobs train on the same batches: with tiers from a profile of the
+first draw, with the same tiers and rows that move, and with tiers from a profile of the second. Bytes are what the links'
+counters say, in the last third. Needs root (see cluster.py).
 """
 
 from __future__ import annotations

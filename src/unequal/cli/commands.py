@@ -212,7 +212,9 @@ def events(
     item: Annotated[str, typer.Option("--item", metavar="COLUMN", help="What.")] = "item_id",
     order: Annotated[
         str | None,
-        typer.Option("--order", metavar="COLUMN", help="By what a user's events are sorted: timestamp, time, position."),
+        typer.Option(
+            "--order", metavar="COLUMN", help="By what a user's events are sorted: timestamp, time, position."
+        ),
     ] = None,
     history: Annotated[int, typer.Option("--history", metavar="N", help="Longest history of a sample.")] = 50,
     negatives: Annotated[int, typer.Option("--negatives", metavar="N", help="Other items beside each event.")] = 1,
