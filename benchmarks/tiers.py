@@ -177,6 +177,7 @@ def summary(ranks: list[dict[str, Any]], size: int) -> dict[str, Any]:
     }
     if "across" in by_block[0][0]["counters"]:
         found["counted_mb_per_node"] = over(lambda blocks: mean_of(blocks, "across") * RANKS / 1e6)
+        found["dense_mb_per_node"] = round(statistics.fmean(ranks[r]["dense_sent"] for r in first_of_node) / 1e6, 3)
         found["counted_inside_mb_per_rank"] = over(lambda blocks: mean_of(blocks, "inside") / 1e6)
     return found
 
@@ -277,7 +278,8 @@ def judged(jobs: dict[str, Any], least_mb: float) -> dict[str, Any]:
                 ratio = theirs[f"{part}_seconds"]["median"] / job[f"{part}_seconds"]["median"]
                 found[name][f"{part}_times_torchrec"] = round(ratio, 2)
         if "predicted" in job:
-            found[name]["bytes_predicted_over_measured"] = round(job["predicted"]["mb_per_node"] / sent, 4)
+            tables = sent - job["dense_mb_per_node"]
+            found[name]["bytes_predicted_over_measured"] = round(job["predicted"]["mb_per_node"] / tables, 4)
             exchange = job["predicted"]["exchange_seconds"] / job["exchange_seconds"]["median"]
             found[name]["exchange_predicted_over_measured"] = round(exchange, 4)
     return found

@@ -83,6 +83,24 @@ def block(side: Side, batches: int) -> dict[str, Any]:
     }
 
 
+def dense(side: Side, steps: int) -> float:
+    """Bytes that the dense part's gradients send over the node's link in a step, summed over all ranks as torch's DDP does."""
+    import torch
+    import torch.distributed as dist
+
+    values: int = getattr(side, "dense_values", 0)
+    if not values:
+        return 0.0
+    gradients = torch.zeros(values)
+    dist.barrier()
+    before = link_bytes()
+    dist.barrier()
+    for _ in range(steps):
+        dist.all_reduce(gradients)
+    dist.barrier()
+    return link_bytes().since(before).sent / steps
+
+
 def serve(make: Callable[[Task], Side], import_side: Callable[[], None]) -> None:
     """The main function of a rank."""
     folder, arrangement, blocks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -113,6 +131,7 @@ def serve(make: Callable[[Task], Side], import_side: Callable[[], None]) -> None
     Path("/proc/self/clear_refs").write_text("5")  # from here on the peak is that of training, not of the start
     rest = [block(side, batches) for _ in range(blocks)]
     found = {"built_bytes": built, "peak_bytes": status(os.getpid(), "VmHWM"), "warm_up": first, "blocks": rest}
+    found["dense_sent"] = dense(side, batches)
     print(json.dumps(found | side.notes()), file=answer, flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -25,6 +25,10 @@ class Planned(Unequal):
 
         return Plan.load(plan_file(Path(sys.argv[1]), task.arrangement))
 
+    @property
+    def dense_values(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def settle(self) -> None:
         self.embeddings.wait_for_copies()
 

@@ -185,12 +185,27 @@ class Link:
         splits = [int(n) for n in received], [int(n) for n in sent]
         if values.is_cuda and self.mesh.gloo:  # gloo exchanges memory of the host
             landed = torch.empty_like(out, device="cpu")
-            dist.all_to_all_single(landed, values.cpu(), *splits, group=self.group)
+            self._exchange(landed, values.cpu(), *splits)
             out.copy_(landed)
         else:
-            dist.all_to_all_single(out, values.contiguous(), *splits, group=self.group)
+            self._exchange(out, values.contiguous(), *splits)
         traffic.seconds += time.perf_counter() - started
         return out
+
+    def _exchange(self, out: Tensor, values: Tensor, received: list[int], sent: list[int]) -> None:
+        """Gloo's all-to-all sends before it is ready to receive, and two nodes then often use one direction of their link at a
+        time. Between nodes all ranks are ready before they send; inside one the collective has less to do."""
+        if not (self.mesh.gloo and self._across.any()):
+            dist.all_to_all_single(out, values, received, sent, group=self.group)
+            return
+        came, gone = torch.split(out, received), torch.split(values, sent)
+        others = [(self.place + step) % self.size for step in range(1, self.size)]
+        works = [dist.irecv(came[k], group=self.group, group_src=k) for k in reversed(others) if received[k]]
+        works += [dist.isend(gone[k], group=self.group, group_dst=k) for k in others if sent[k]]
+        came[self.place].copy_(gone[self.place])
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def swap(
         self, messages: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor

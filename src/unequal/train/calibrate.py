@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -282,7 +281,7 @@ def _summary(
         "threads_per_rank": torch.get_num_threads(),
         "cores_per_node": os.cpu_count() or 0,
         "exchange": "gloo" if mesh.gloo else "nccl" if mesh.world > 1 else "none",
-        "versions": {"unequal": version("unequal"), "torch": torch.__version__},
+        "torch": torch.__version__,
         "assumed": assumed,
         **links.notes,
         "compute_quartiles": {name: rate.plain() for name, rate in kernels.items()},

@@ -30,7 +30,7 @@ TABLE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 """far more than caches hold"""
 MEMORY_SHARE = 16
 """of a rank's memory, at most 1/16 for the table"""
-LOOKUPS = {"cpu": 1 << 16, "cuda": 1 << 21}
+LOOKUPS = {"cpu": 1 << 16, "cuda": 1 << 23}
 BATCHES = 8
 """that take turns, so that a row is not still in a cache because it was read in the last one"""
 ZIPF = 1.05
@@ -44,12 +44,13 @@ WHILE = 0.02
 """seconds that a measurement takes at least"""
 
 
-def popular(rows: int, count: int, seed: int) -> Tensor:
+def popular(rows: int, count: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """Ids in [0, rows) as Zipf's law has them, popular ones scattered over the table."""
-    draw = np.random.default_rng(seed)
-    shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -ZIPF)
-    ranks = np.searchsorted(shares / shares[-1], draw.random(count)).clip(max=rows - 1)
-    return torch.from_numpy(draw.permutation(rows)[ranks].astype(np.int64))
+    draw = torch.Generator(device).manual_seed(seed)
+    shares = torch.arange(1, rows + 1, dtype=torch.float64, device=device).pow_(-ZIPF).cumsum(0)
+    places = torch.rand(count, dtype=torch.float64, device=device, generator=draw) * shares[-1]
+    ranks = torch.searchsorted(shares, places).clamp_(max=rows - 1)
+    return torch.randperm(rows, device=device, generator=draw)[ranks]
 
 
 class KernelRates:
@@ -61,7 +62,7 @@ class KernelRates:
         kind = device.torch.type
         memory = Topology.here(mesh.world, mesh.ranks_per_node, kind).memory_per_rank
         rows = min(TABLE_BYTES[kind], memory // MEMORY_SHARE) // (4 * DIM)
-        ids = popular(rows, LOOKUPS[kind] * BATCHES, 1 + mesh.rank).to(device.torch)
+        ids = popular(rows, LOOKUPS[kind] * BATCHES, 1 + mesh.rank, device.torch)
         batches = torch.split(ids, LOOKUPS[kind])
         self.ids = cycle(batches)
         """of a large table, as samples read them"""
