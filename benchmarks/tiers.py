@@ -10,7 +10,6 @@ Needs root (see cluster.py). No number is reported unless all float32 jobs come 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from .cluster import Cluster, ClusterError
 from .distributed_side import Samples, share
 from .processes import ROOT, environment, interpreter
 from .quality import DATA
-from .report import BenchmarkError, cell, spread
+from .report import BenchmarkError, spread
 from .tiers_data import ORDER, Study, generated, real
 from .workloads import Workload
 
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 NODES, RANKS = 2, 4
 SPEEDS = (400.0, 0.0)
 """Mbit/s of each node's link; 0: unshaped"""
+CHECKED = 200.0
+"""a second speed at which the cost model is checked"""
 SAMPLES, BATCHES, PROFILED, BLOCKS = 256, 4, 24, 3
 """samples of a rank; batches that are measured, and others that are profiled; passes over the batches that count"""
 CALIBRATION = 15.0
@@ -59,10 +60,10 @@ class Arrangement:
 
 
 ARRANGEMENTS = {
-    "none": Arrangement(words="row-wise, ids repeated", unique="none"),
+    "none": Arrangement(words="row-wise, repeated ids", unique="none"),
     "rank": Arrangement(words="row-wise, unique per rank", unique="rank"),
     "node": Arrangement(words="row-wise, unique per node", unique="node"),
-    "tiers": Arrangement(words="tiers, ids repeated", unique="none", tiers=True, objective="bytes"),
+    "tiers": Arrangement(words="tiers, repeated ids", unique="none", tiers=True, objective="bytes"),
     "tiers_node": Arrangement(words="tiers, unique per node", unique="node", tiers=True),
     "tiers_node_16": Arrangement(
         words="tiers, unique per node, 16 bits", unique="node", tiers=True, codecs=("fp16", "bf16")
@@ -302,6 +303,10 @@ def run(quick: bool = False) -> dict[str, Any]:
                 found["judged"] = judged(found["jobs"], least)
                 result[f"{speed:g} Mbit/s" if speed else "unshaped"] = found
             if not quick:
+                plain = [name for name in names if not name.endswith("_16")]
+                found = compare(study, Path(temporary), CHECKED, plain, 1, seconds, peer=False)
+                found["judged"] = judged(found["jobs"], least)
+                result[f"{CHECKED:g} Mbit/s"] = found
                 result["real"] = real_popularity(Path(temporary), machines(result[shaped]["topology"]))
         except ClusterError as error:
             raise BenchmarkError(str(error)) from error
@@ -332,36 +337,28 @@ def real_popularity(folder: Path, topology: Topology) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    view = Table(title=f"{NODES} nodes × {RANKS} ranks")
-    for name in ("links, data", "job"):
-        view.add_column(name)
-    for name in (
-        "MB a node and step",
-        "fewer bytes",
-        "× least",
-        "step s",
-        "exchange s",
-        "× TorchRec",
-        "predicted bytes, s",
-    ):
+    view = Table(title=f"{NODES} nodes × {RANKS} ranks: medians; predicted: over measured")
+    for name in ("links or data", "job"):
+        view.add_column(name, no_wrap=True)
+    for name in ("MB a node", "fewer", "× least", "step s", "exchange s", "TorchRec ×", "predicted MB", "s"):
         view.add_column(name, justify="right")
     parts = [(name, part) for name, part in result.items() if isinstance(part, dict) and "jobs" in part]
     parts += list(result.get("real", {}).items())
     for where, part in parts:
         for name, job in part["jobs"].items():
             said = part["judged"][name]
+            planned = "predicted" in job
             view.add_row(
-                where,
+                where.partition("_")[0],
                 ARRANGEMENTS[name].words if name in ARRANGEMENTS else "TorchRec row-wise",
-                cell(job["wire_mb_per_node"], 2),
+                f"{job['wire_mb_per_node']['median']:.2f}",
                 f"{said['fewer_bytes']:.1%}",
-                f"{said['times_least']:.3f}",
-                cell(job["step_seconds"], 3),
-                cell(job["exchange_seconds"], 3),
-                f"{said.get('exchange_times_torchrec', math.nan):.1f}".replace("nan", "–"),
-                f"{said['bytes_predicted_over_measured']:.3f}, {said['exchange_predicted_over_measured']:.2f}"
-                if "predicted" in job
-                else "–",
+                f"{said['times_least']:.2f}",
+                f"{job['step_seconds']['median']:.3f}",
+                f"{job['exchange_seconds']['median']:.3f}",
+                f"{said['exchange_times_torchrec']:.1f}" if "exchange_times_torchrec" in said else "",
+                f"{said['bytes_predicted_over_measured']:.3f}" if planned else "",
+                f"{said['exchange_predicted_over_measured']:.2f}" if planned else "",
             )
         view.add_section()
     return view
