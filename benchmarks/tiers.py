@@ -61,12 +61,12 @@ class Arrangement:
 
 ARRANGEMENTS = {
     "none": Arrangement(words="row-wise, repeated ids", unique="none"),
-    "rank": Arrangement(words="row-wise, unique per rank", unique="rank"),
-    "node": Arrangement(words="row-wise, unique per node", unique="node"),
+    "rank": Arrangement(words="row-wise, once per rank", unique="rank"),
+    "node": Arrangement(words="row-wise, once per node", unique="node"),
     "tiers": Arrangement(words="tiers, repeated ids", unique="none", tiers=True, objective="bytes"),
-    "tiers_node": Arrangement(words="tiers, unique per node", unique="node", tiers=True),
+    "tiers_node": Arrangement(words="tiers, once per node", unique="node", tiers=True),
     "tiers_node_16": Arrangement(
-        words="tiers, unique per node, 16 bits", unique="node", tiers=True, codecs=("fp16", "bf16")
+        words="tiers, once per node, 16 bits", unique="node", tiers=True, codecs=("fp16", "bf16")
     ),
 }
 
@@ -340,7 +340,7 @@ def table(result: dict[str, Any]) -> Table:
     view = Table(title=f"{NODES} nodes × {RANKS} ranks: medians; predicted: over measured")
     for name in ("links or data", "job"):
         view.add_column(name, no_wrap=True)
-    for name in ("MB a node", "fewer", "× least", "step s", "exchange s", "TorchRec ×", "predicted MB", "s"):
+    for name in ("MB", "fewer", "× least", "step s", "exchange s", "TorchRec ×", "predicted MB", "s"):
         view.add_column(name, justify="right")
     parts = [(name, part) for name, part in result.items() if isinstance(part, dict) and "jobs" in part]
     parts += list(result.get("real", {}).items())
