@@ -41,7 +41,7 @@ CHECKED = 200.0
 """a second speed at which the cost model is checked"""
 SAMPLES, BATCHES, PROFILED, BLOCKS = 256, 4, 24, 3
 """samples of a rank; batches that are measured, and others that are profiled; passes over the batches that count"""
-CALIBRATION = 15.0
+CALIBRATION = 20.0
 TIMEOUT = 900.0
 AGREEMENT = 1e-5
 """largest relative difference of two sides' losses in the first pass: the sums are the same, their order is not"""

@@ -83,5 +83,5 @@ def test_a_rank_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
 def test_numbers_are_short() -> None:
     assert [speed(value) for value in (12.5e6, 1.234e9, 3e12, 5e3)] == ["12.5 MB/s", "1.23 GB/s", "3 TB/s", "5 kB/s"]
     assert [duration(value) for value in (2e-3, 85e-6, 1.5, 0.0)] == ["2 ms", "85 µs", "1.5 s", "0 µs"]
-    assert with_quartiles(Quartiles(0.9e9, 1e9, 1.5e9), speed) == "1 GB/s (0.9 to 1.5)"
-    assert with_quartiles(Quartiles(400e6, 700e6, 1.06e9), speed) == "700 MB/s (400 to 1,060)"
+    assert with_quartiles(Quartiles(0.9e9, 1e9, 1.5e9), speed) == "1 GB/s (0.9–1.5)"
+    assert with_quartiles(Quartiles(400e6, 700e6, 1.06e9), speed) == "700 MB/s (400–1,060)"

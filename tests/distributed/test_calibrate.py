@@ -36,6 +36,12 @@ def test_a_line_never_has_impossible_rates() -> None:
     assert slope > 0 and start == 0
 
 
+def test_what_a_buffer_holds_does_not_make_a_link_fast() -> None:
+    """A link that takes 100,000 bytes at once and then 10 MB a second."""
+    start, slope = line(SIZES, 1e-3 + np.maximum(SIZES - 1e5, 0) / 1e7)
+    assert 1 / slope == pytest.approx(1e7, rel=0.15) and start <= 1e-3
+
+
 def test_spread_is_that_of_the_rounds() -> None:
     noise = np.random.default_rng(0).lognormal(0, 0.2, (len(SIZES), 40))
     points = [

@@ -159,4 +159,4 @@ def _number(value: float, like: float | None, units: tuple[tuple[str, float], ..
 
 def with_quartiles(quartiles: Quartiles, words: Callable[[float, float | None], str]) -> str:
     low, high = (words(value, quartiles.median) for value in (quartiles.low, quartiles.high))
-    return f"{words(quartiles.median, None)} ({low} to {high})"
+    return f"{words(quartiles.median, None)} ({low}–{high})"

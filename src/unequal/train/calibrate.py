@@ -26,10 +26,15 @@ COLLECTIVES: tuple[Collective, ...] = ("all_to_all", "all_reduce", "reduce_scatt
 SIZES = tuple(1 << bits for bits in (10, 14, 17, 19, 21, 23))
 LARGE_SIZES = (1 << 25, 1 << 27)
 """Bytes that a rank sends in one collective, up to what a step of a large batch sends; GPUs send more."""
+SMALL, LARGE = 1 << 14, 4
+"""messages up to so many bytes are small; those of at least a quarter of the largest are large"""
+TURNS = 30
+"""of finding a line: what a message takes is found with what a byte does, and the other way round"""
 FEWEST, MOST = 5, 100
 """rounds; every round measures everything once"""
-SHORTEST = 2e-3
+SHORTEST = 1e-2
 """seconds: a collective that takes less is repeated for so long, and the mean counts"""
+BARRIERS = 21
 LONGEST = 0.05
 """Of the time there is: sizes that take longer are left out, so that the others are measured often."""
 LINKS_SHARE = 0.6
@@ -139,6 +144,7 @@ class _Links:
         self.sizes = (*SIZES, *LARGE_SIZES) if self.device.is_gpu else SIZES
         self.notes: dict[str, str] = {}
         self.scatters = self.mesh.world > 1 and self._can_scatter()
+        self._barrier = self._barrier_seconds()
 
     def _can_scatter(self) -> bool:
         try:
@@ -192,7 +198,8 @@ class _Links:
         return 4 * values * (link.size - 1) // link.size * (2 if kind == "all_reduce" else 1)
 
     def _trial(self, name: str, kind: Collective, size: int, count: int) -> float:
-        """Seconds of one such collective on this rank, the mean of so many one after the other."""
+        """Seconds of one such collective, the mean of so many one after the other, until all ranks are done with theirs: where
+        several share a link, one that has it for itself would seem too fast."""
         link = self.classes[name]
         place = self.device.torch if kind == "all_to_all" else self._place
         values = torch.zeros(self._values(kind, link, size), device=place)
@@ -209,7 +216,18 @@ class _Links:
             else:
                 self._all_to_all(link, values).view(link.size, -1).sum(0)
         self.device.synchronize()
-        return (time.perf_counter() - started) / count
+        own = time.perf_counter() - started
+        self.mesh.barrier()
+        return max(own, time.perf_counter() - started - self._barrier) / count
+
+    def _barrier_seconds(self) -> float:
+        """Of a barrier for which nobody waits."""
+        taken = []
+        for _ in range(BARRIERS):
+            started = time.perf_counter()
+            self.mesh.barrier()
+            taken.append(time.perf_counter() - started)
+        return float(np.median(taken))
 
     @staticmethod
     def _all_to_all(link: Link, values: Tensor) -> Tensor:
@@ -225,7 +243,7 @@ class _Links:
 
 
 def fit(points: list[Point]) -> Fit:
-    """Least squares of the relative errors; of the medians, and round by round for the spread."""
+    """Of the medians, and round by round for the spread."""
     sent = np.array([point.sent for point in points], np.float64)
     taken = np.stack([point.seconds for point in points])
     others = points[0].ranks - 1
@@ -239,15 +257,19 @@ def fit(points: list[Point]) -> Fit:
 
 
 def line(sent: Floats, seconds: Floats) -> tuple[float, float]:
-    """Seconds at no bytes, none below 0, and seconds for each byte: always more than none."""
-    scaled = np.stack([1 / seconds, sent / seconds], 1)
-    start, slope = np.linalg.lstsq(scaled, np.ones(len(sent)), rcond=None)[0]
-    if start < 0:
-        start, slope = 0.0, float(scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum())
-    if slope <= 0:  # so small that the noise of a message hides what a byte takes
-        slope = float((seconds / sent).min())
-        start = float(np.median(np.maximum(seconds - sent * slope, 0)))
-    return float(start), float(slope)
+    """Seconds at no bytes, none below 0, and seconds for each byte: always more than none.
+
+    Small messages say what a message takes and large ones what a byte does, each in relative errors. Between them links are not
+    straight lines: what a buffer on the way holds seems to take no time."""
+    small, large = sent <= max(SMALL, sent.min()), sent >= sent.max() / LARGE
+    scaled = sent[large] / seconds[large]
+    start = slope = 0.0
+    for _ in range(TURNS):
+        slope = float((scaled * (1 - start / seconds[large])).sum() / (scaled**2).sum())
+        if slope <= 0:  # so fast that the noise of a message hides what a byte takes
+            slope = float((seconds / sent).min())
+        start = float(np.median(np.maximum(seconds[small] - sent[small] * slope, 0)))
+    return start, slope
 
 
 def _summary(
