@@ -33,7 +33,8 @@ SAMPLES, LENGTH, STEPS, PROFILED = 64, 100, 180, 24
 EVERY, SAMPLED = 10, 2
 TIMEOUT = 600.0
 JOBS = {"static": "tiers of the first draw", "moving": "the same, rows move", "fresh": "tiers of the second draw"}
-EXCHANGES: tuple[Unique, ...] = ("none", "rank", "node")
+EXCHANGES: tuple[Unique, ...] = ("none", "rank")
+"""Where ids cross once per node, copies save no bytes: a plan for bytes has none, and none can age."""
 
 
 class Popularity:
