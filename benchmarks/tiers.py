@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,10 @@ ARRANGEMENTS = {
         words="tiers, once per node, 16 bits", unique="node", tiers=True, codecs=("fp16", "bf16")
     ),
 }
+
+
+WAITED_FOR = ("tiers_node",)
+"""jobs of which is measured how much of the push a step pays"""
 
 
 def make_plan(arrangement: Arrangement, study: Study, topology: Topology, profile: Any) -> Plan:
@@ -179,6 +183,7 @@ def summary(ranks: list[dict[str, Any]], size: int) -> dict[str, Any]:
     if "across" in by_block[0][0]["counters"]:
         found["counted_mb_per_node"] = over(lambda blocks: mean_of(blocks, "across") * RANKS / 1e6)
         found["dense_mb_per_node"] = round(statistics.fmean(ranks[r]["dense_sent"] for r in first_of_node) / 1e6, 3)
+        found["push_seconds"] = over(lambda blocks: mean_of(blocks, "push_seconds"))
         found["counted_inside_mb_per_rank"] = over(lambda blocks: mean_of(blocks, "inside") / 1e6)
     return found
 
@@ -222,12 +227,20 @@ def predicted(plan: Plan) -> dict[str, Any]:
 
 
 def compare(
-    study: Study, folder: Path, speed: float, names: list[str], blocks: int, rates: float | Topology, peer: bool
+    study: Study,
+    folder: Path,
+    speed: float,
+    names: list[str],
+    blocks: int,
+    rates: float | Topology,
+    peer: bool,
+    waited: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All jobs at one speed of the links. `rates`: of the machines, or for how many seconds to measure them."""
+    """All jobs at one speed of the links. `rates`: of the machines, or for how many seconds to measure them. `waited`: jobs that
+    run once more without sending new rows beside the step."""
     from unequal.stats.profile import Profile
 
-    from .tiers_worker import plan_file
+    from .tiers_worker import WAITED, plan_file
 
     size = study.measured.size
     study.measured.save(folder / "workload.npz")
@@ -245,10 +258,26 @@ def compare(
             plan.save(plan_file(folder, name))
             jobs[name] = summary(laboratory.job("unequal", name, blocks), size)
             plans[name] = predicted(plan)
-    check_losses(jobs, PEER if peer else names[0])
+        waiting = {name: summary(laboratory.job("unequal", name + WAITED, blocks), size) for name in waited}
+    check_losses(jobs | waiting, PEER if peer else names[0])
     for name, plan in plans.items():
         jobs[name]["predicted"] = plan
-    return {"topology": described_topology(topology), "jobs": jobs}
+    found = {"topology": described_topology(topology), "jobs": jobs}
+    if waited:
+        found["push"] = {name: counted_of_push(jobs[name], job) for name, job in waiting.items()}
+    return found
+
+
+def counted_of_push(beside: dict[str, Any], waiting: dict[str, Any]) -> dict[str, float]:
+    """How much of the time that new rows take to their copies a step still pays when they are sent beside it."""
+    seconds = [job["exchange_seconds"]["median"] for job in (beside, waiting)]
+    push = waiting["push_seconds"]["median"]
+    return {
+        "push_seconds": push,
+        "exchange_seconds_beside": seconds[0],
+        "exchange_seconds_waiting": seconds[1],
+        "counted": round(1 - (seconds[1] - seconds[0]) / push, 4),
+    }
 
 
 def described_topology(topology: Topology) -> dict[str, Any]:
@@ -299,12 +328,13 @@ def run(quick: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             for speed in SPEEDS[-1:] if quick else SPEEDS:
-                found = compare(study, Path(temporary), speed, names, blocks, seconds, peer=not quick)
+                waited = WAITED_FOR if speed or quick else ()
+                found = compare(study, Path(temporary), speed, names, blocks, seconds, not quick, waited)
                 found["judged"] = judged(found["jobs"], least)
                 result[f"{speed:g} Mbit/s" if speed else "unshaped"] = found
             if not quick:
                 plain = [name for name in names if not name.endswith("_16")]
-                found = compare(study, Path(temporary), CHECKED, plain, 1, seconds, peer=False)
+                found = compare(study, Path(temporary), CHECKED, plain, 1, seconds, False, WAITED_FOR)
                 found["judged"] = judged(found["jobs"], least)
                 result[f"{CHECKED:g} Mbit/s"] = found
                 result["real"] = real_popularity(Path(temporary), machines(result[shaped]["topology"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
     from unequal.plan.plan import Plan
 
 
+WAITED = "_waited"
+"""ends the name of a job that waits for the copies after every backward pass, so that nothing is sent beside it"""
+
+
 class Planned(Unequal):
     """`arrangement` is the name of a plan."""
 
     def arrange(self, task: Task, embeddings: uq.Embeddings) -> Plan:
         from unequal.plan.plan import Plan
 
-        return Plan.load(plan_file(Path(sys.argv[1]), task.arrangement))
+        self.waits, self.push_seconds = task.arrangement.endswith(WAITED), 0.0
+        return Plan.load(plan_file(Path(sys.argv[1]), task.arrangement.removesuffix(WAITED)))
 
     @property
     def dense_values(self) -> int:
@@ -32,9 +38,20 @@ class Planned(Unequal):
     def settle(self) -> None:
         self.embeddings.wait_for_copies()
 
+    def update(self, loss: Any) -> None:
+        if not self.waits:
+            super().update(loss)
+            return
+        loss.backward()
+        started = time.perf_counter()
+        self.settle()
+        self.push_seconds += time.perf_counter() - started
+        self.optimizer.step()
+
     def counters(self) -> dict[str, float]:
         traffic = self.embeddings.mesh.traffic
-        return super().counters() | {"inside": traffic.inside, "across": traffic.across}
+        own = {"inside": traffic.inside, "across": traffic.across, "push_seconds": self.push_seconds}
+        return super().counters() | own
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"memory": self.embeddings.memory()}

@@ -134,7 +134,7 @@ def test_no_more_memory_than_without(module: Module, profile: Profile) -> None:
 def test_tiers_can_be_asked_for_and_forbidden(module: Module, profile: Profile) -> None:
     fast = Topology.make(nodes=2, ranks_per_node=2, memory_per_rank=4 * 10**9)
     assert not planned(module, profile, fast).tiers, "on fast links with slow messages nothing is gained"
-    asked = planned(module, profile, fast, sharding={"items": "tiers"})
+    asked = planned(module, profile, fast, sharding={"items": "tiers"}, unique="none")
     assert set(asked.tiers) == {"items"} and "asked for as tiers" in asked.choices["items"].reason
     for kind in ("row_wise", "table_wise"):
         plan = planned(module, profile, slow(), unique="none", sharding={"items": kind})

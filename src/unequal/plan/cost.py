@@ -17,7 +17,7 @@ from .parts import DEAL, ID, LINE, LOCATE, MEMORY, SECONDS, Part, row_bytes
 from .placement import Codec, TablePlacement, Tiers, Unique
 from .popularity import StepReads
 from .shape import Cut, Shapes, Told
-from .tiered import PUSH_ACROSS, PUSH_INSIDE, RowKind, Tier, TierCosts
+from .tiered import PUSH, RowKind, Tier, TierCosts
 from .topology import Topology
 from .workload import TableLoad
 
@@ -376,8 +376,8 @@ class Pricer:
         across = busier(Part.ROWS_SENT_ACROSS) + busier(Part.BACK_SENT_ACROSS)
         # New rows go to copies beside the rest of the step.
         inside, across = (
-            inside + PUSH_INSIDE * busier(Part.PUSH_SENT_INSIDE),
-            across + PUSH_ACROSS * busier(Part.PUSH_SENT_ACROSS),
+            inside + PUSH * busier(Part.PUSH_SENT_INSIDE),
+            across + PUSH * busier(Part.PUSH_SENT_ACROSS),
         )
         return inside / self.topology.inside.bytes_per_second, across / self.topology.across.bytes_per_second
 
@@ -395,7 +395,7 @@ class Pricer:
         if near or nodes_rows:
             # Where ids take one hop, copies' ids, rows and gradients have messages of their own. New rows: counts and rows.
             total += 4 * lane if nodes > 1 and not self.setting.two_hops else 0
-            total += 2 * (PUSH_ACROSS * across + PUSH_INSIDE * inside * near)
+            total += 2 * PUSH * (across + inside * near)
         return total
 
     def memory(self, cost: Floats) -> Floats:

@@ -26,8 +26,8 @@ COLLECTIVES: tuple[Collective, ...] = ("all_to_all", "all_reduce", "reduce_scatt
 SIZES = tuple(1 << bits for bits in (10, 14, 17, 19, 21, 23))
 LARGE_SIZES = (1 << 25, 1 << 27)
 """Bytes that a rank sends in one collective, up to what a step of a large batch sends; GPUs send more."""
-SMALL, LARGE = 1 << 14, 4
-"""messages up to so many bytes are small; those of at least a quarter of the largest are large"""
+LARGE = 4
+"""messages of at least one such part of the largest are large"""
 TURNS = 30
 """of finding a line: what a message takes is found with what a byte does, and the other way round"""
 FEWEST, MOST = 5, 100
@@ -259,9 +259,11 @@ def fit(points: list[Point]) -> Fit:
 def line(sent: Floats, seconds: Floats) -> tuple[float, float]:
     """Seconds at no bytes, none below 0, and seconds for each byte: always more than none.
 
-    Small messages say what a message takes and large ones what a byte does, each in relative errors. Between them links are not
-    straight lines: what a buffer on the way holds seems to take no time."""
-    small, large = sent <= max(SMALL, sent.min()), sent >= sent.max() / LARGE
+    The large messages say what a byte takes, in relative errors; the others what a message takes beside its bytes, at the median,
+    for a step has messages of all sizes. Links are not straight lines: where ranks share cores the smallest messages take longest
+    beside their bytes, they wait for their turn, and what a buffer on the way holds seems to take no time."""
+    large = sent >= sent.max() / LARGE
+    small = ~large if not large.all() else sent == sent.min()
     scaled = sent[large] / seconds[large]
     start = slope = 0.0
     for _ in range(TURNS):
