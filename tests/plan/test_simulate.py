@@ -101,7 +101,7 @@ def test_memory_bounds_copies() -> None:
 
     free, own, none = (copied(TIERS_NODE, budget) for budget in (float("inf"), None, 1.0))
     assert free.node_rows >= own.node_rows > 0 and none.node_rows == none.replicated_rows == 0
-    budget = (3 * free.memory + none.memory) / 4
+    budget = (9 * free.memory + none.memory) / 10  # with much less, copies are not worth the messages that they add
     between = copied(TIERS_NODE, budget)
     assert between.memory <= budget
     assert 0 < between.node_rows + between.replicated_rows < free.node_rows + free.replicated_rows

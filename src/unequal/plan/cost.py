@@ -26,11 +26,11 @@ __all__ = ["MEMORY", "SECONDS", "Numbers", "Part", "Pricer", "Setting", "row_byt
 Floats = npt.NDArray[np.float64]
 APART = 5
 """How many times the fused update of a row costs what is added where its statistics must be brought together first."""
-CUT_OUT = 8
+CUT_OUT = 1
 """How many times a plain copy costs what brings sums of a feature into a message and out of it: they lie in columns."""
 SUMS_HELD = 1.5
 """How many times as much of them is held at a time."""
-SUMS_HOST = 8
+SUMS_HOST = 4
 """How many times the host's work for a piece is that for a piece whose sums travel: lengths are dealt out with the ids."""
 STATISTICS_HOST = 4
 """How many times it is that for a piece held here whose rows' statistics must be brought together."""
