@@ -386,15 +386,16 @@ class Pricer:
         nodes, size = self.nodes, self.size
         inside = (size - 1) * self.topology.inside.seconds_per_message
         across = (nodes - 1) * self.topology.across.seconds_per_message
-        direct, lane = inside + size * across, inside + across
-        total = 4 * (lane if self.setting.two_hops else direct)
-        total += 4 * direct * bool(cost[Part.WITH_SUMS].any())
-        total += 3 * direct * bool(self.setting.two_hops and cost[Part.WITH_REPLICAS].any())
-        total += direct * bool(cost[Part.WITH_STATISTICS].any())
+        # One collective's messages set out together: those to all ranks of a node take as long as one.
+        each = inside + across
+        total = 4 * each
+        total += 4 * each * bool(cost[Part.WITH_SUMS].any())
+        total += 3 * each * bool(self.setting.two_hops and cost[Part.WITH_REPLICAS].any())
+        total += each * bool(cost[Part.WITH_STATISTICS].any())
         near, nodes_rows = bool(cost[Part.WITH_REPLICATED_ROWS].any()), bool(cost[Part.WITH_NODE_ROWS].any())
         if near or nodes_rows:
             # Where ids take one hop, copies' ids, rows and gradients have messages of their own. New rows: counts and rows.
-            total += 4 * lane if nodes > 1 and not self.setting.two_hops else 0
+            total += 4 * each if nodes > 1 and not self.setting.two_hops else 0
             total += 2 * PUSH * (across + inside * near)
         return total
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from .cost import Setting
 
 Floats = npt.NDArray[np.float64]
-PUSH = 0.78
+PUSH = 0.76
 """Of the time that new rows take to their copies, the share that a step still pays. It runs beside the rest of the step, but
 links that are busy with it are not free for others, and what is not through when the next forward begins is waited for.
-Measured on the test cluster (benchmarks/tiers.py, "push"): 0.65 to 0.82."""
+Measured on the test cluster (benchmarks/tiers.py, "push"): the median of six, 0.38 to 0.82."""
 NUMBER = 4
 """bytes by which a row is named on its way to its copies: its number among those that have some"""
 
