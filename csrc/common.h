@@ -22,7 +22,16 @@ inline uint64_t mix64(uint64_t x) {
 enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 enum Pooling : int64_t { kNone = 0, kSum = 1, kMean = 2 };
 
-// Table, FeatureSpec and Request hold 8-byte fields only and are mirrored in kernels/cpu.py.
+// How a row of one width lies in memory, in words of 4 bytes: first its values, then these.
+struct Record {
+  int64_t width;             // values
+  int64_t state[2];          // where they begin
+  int64_t utility;
+  int64_t mask;
+  int64_t words;             // of the whole
+};
+
+// Table, FeatureSpec, Request and Record hold 8-byte fields only and are mirrored in kernels/cpu.py.
 struct Table {
   void* const* weights;      // one pointer per slab
   float* const* state[2];    // likewise, or null
@@ -34,6 +43,16 @@ struct Table {
   int64_t strict;            // whether slots are the ids themselves, and those outside [0, rows) are wrong
   double lr, decay, beta1, beta2, eps, trust;
   uint64_t key;              // seed of the table
+
+  // Tables whose rows differ in width: see narrow.h. All 0 for others.
+  int64_t chunk;             // values
+  int64_t class_bits;
+  int64_t class_slabs;       // pointers in `weights` for each class
+  const Record* records;     // [classes]
+  int64_t utilities;         // numbers that are followed for each row: 1, or one per chunk
+  int64_t utility_kind;
+  int64_t masked;
+  double gain;
 
   // What the update puts in for its step; lr is then multiplied by the step's factor.
   double correction1, correction2;

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "rows.h"
+#include "narrow.h"
 
 namespace unequal {
 namespace {
@@ -100,8 +100,53 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
   }
 }
 
+inline void prefetch_narrow(const Table& table, const int64_t* slots, int64_t i, int64_t end) {
+  if (i >= end || slots[i] < 0) return;
+  const NarrowRow row = narrow_row(table, slots[i]);
+  prefetch(row.record, row.layout->width * 4);
+}
+
+// out ← out + scale · row, or the row itself, of which `out` holds zeros.
+template <class T, bool Adds>
+inline void spread(const Table& table, int64_t slot, float* out, float scale) {
+  if (slot < 0) return;
+  const NarrowRow row = narrow_row(table, slot);
+  const T* values = reinterpret_cast<const T*>(row.record);
+  each_chunk(table, row, [&](int64_t place, int64_t column, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+      const float value = to_float(values[place + j]);
+      out[column + j] = Adds ? out[column + j] + value * scale : value;
+    }
+  });
+}
+
+template <class T>
+void narrow_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+  const int64_t* slots = feature.slots;
+  const bool listed = feature.pooling == kNone;
+  const int64_t base = feature.offsets[0];
+  const int64_t begin = listed ? first : feature.offsets[first] - base, end = listed ? last : feature.offsets[last] - base;
+  for (int64_t i = 0; i < kAhead; ++i) prefetch_narrow(table, slots, begin + i, end);
+  for (int64_t k = first; k < last; ++k) {
+    float* out = feature.values + k * feature.stride;
+    std::memset(out, 0, size_t(table.dim) * sizeof(float));
+    if (listed) {
+      prefetch_narrow(table, slots, k + kAhead, end);
+      spread<T, false>(table, slots[k], out, 1.0f);
+      continue;
+    }
+    const int64_t from = feature.offsets[k] - base, to = feature.offsets[k + 1] - base;
+    const float share = feature.pooling == kMean && to > from ? 1.0f / float(to - from) : 1.0f;
+    for (int64_t i = from; i < to; ++i) {
+      prefetch_narrow(table, slots, i + kAhead, end);
+      spread<T, true>(table, slots[i], out, feature.weights ? feature.weights[i] * share : share);
+    }
+  }
+}
+
 template <class T>
 void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
+  if (table.chunk) return narrow_part<T>(table, feature, first, last);
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
     if (table.slab_log2 < 0) {

@@ -47,10 +47,11 @@ __attribute__((always_inline)) inline float sum_of_squares(const float* x, int64
   return lanes[0];
 }
 
-// w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer.
+// w: the row as float32; s0, s1: its state; g: the summed gradient, overwritten where that saves a buffer. D = 0: all have
+// as many values as the last argument says.
 template <int D, int O>
-__attribute__((always_inline)) inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g) {
-  const int64_t dim = D ? D : t.dim;
+__attribute__((always_inline)) inline void apply(const Table& t, float* __restrict w, float* __restrict s0, float* __restrict s1, float* __restrict g, int64_t run_time_dim) {
+  const int64_t dim = D ? D : run_time_dim;
   const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
   const float beta1 = float(t.beta1), beta2 = float(t.beta2);
   // In double: 1 - 0.999f is off by 5e-5.

@@ -18,6 +18,7 @@
 #include <omp.h>
 
 #include "buffer.h"
+#include "narrow.h"
 #include "optimizers.h"
 #include "pairs.h"
 
@@ -105,6 +106,10 @@ inline Row locate(const Table& t, int64_t slot) {
 
 template <int D, int O>
 inline void prefetch_row(const Table& t, int64_t slot) {
+  if (t.chunk) {
+    const NarrowRow row = narrow_row(t, slot);
+    return prefetch(row.record, row.layout->words * 4);
+  }
   const Row row = locate<D, O>(t, slot);
   const int64_t dim = D ? D : t.dim;
   if (t.dtype == kFloat32) prefetch(row.weights, dim * 4);
@@ -189,22 +194,55 @@ struct Step {
   }
 
   template <int D, int O>
-  __attribute__((always_inline)) inline void update_row(const Table& t, int64_t slot, float* sum) const {
+  __attribute__((always_inline)) inline void update_row(const Table& t, int64_t slot, float* sum, int64_t reads) const {
+    if (t.chunk) return update_part<D, O>(t, slot, sum, reads);
     const Row row = locate<D, O>(t, slot);
-    if (t.dtype == kFloat32) return apply<D, O>(t, static_cast<float*>(row.weights), row.state[0], row.state[1], sum);
-    update_narrow_row<D, O>(t, slot, row, sum);
+    if (t.dtype == kFloat32) return apply<D, O>(t, static_cast<float*>(row.weights), row.state[0], row.state[1], sum, t.dim);
+    update_half_row<D, O>(t, slot, row, sum);
   }
   template <int D, int O>
-  __attribute__((noinline)) void update_narrow_row(const Table& t, int64_t slot, const Row& row, float* sum) const {
+  __attribute__((noinline)) void update_half_row(const Table& t, int64_t slot, const Row& row, float* sum) const {
     alignas(64) float wide[kMaxDim];
     const uint64_t key = row_key(t.rounding_key, slot);
     const auto narrow = [&](auto* stored) {
       for (int64_t j = 0; j < t.dim; ++j) wide[j] = to_float(stored[j]);
-      apply<D, O>(t, wide, row.state[0], row.state[1], sum);
+      apply<D, O>(t, wide, row.state[0], row.state[1], sum, t.dim);
       store_rounded(stored, wide, t.dim, key);
     };
     if (t.dtype == kFloat16) narrow(static_cast<Half*>(row.weights));
     else narrow(static_cast<BFloat*>(row.weights));
+  }
+
+  // A row of which only some chunks exist. How much it matters is told by the gradient of all of them.
+  template <int D, int O>
+  __attribute__((noinline)) void update_part(const Table& t, int64_t slot, float* sum, int64_t reads) const {
+    const NarrowRow row = narrow_row(t, slot);
+    if (t.utility_kind) {
+      const float gain = float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0));
+      const int64_t each = t.dim / t.utilities;
+      for (int64_t k = 0; k < t.utilities; ++k) {
+        const float norm = !(t.utility_kind & kByGradient) ? 1.0f
+                           : t.utilities == 1             ? std::sqrt(sum_of_squares<D>(sum, t.dim))
+                                                          : std::sqrt(sum_of_squares<0>(sum + k * each, each));
+        row.utility()[k] += gain * norm;
+      }
+    }
+    if (!row.chunks) return;
+    if (t.masked)  // chunks move down only
+      each_chunk(t, row, [&](int64_t place, int64_t column, int64_t count) {
+        for (int64_t j = 0; j < count; ++j) sum[place + j] = sum[column + j];
+      });
+    const int64_t width = row.width();
+    if (t.dtype == kFloat32) return apply<0, O>(t, row.record, row.state(0), row.state(1), sum, width);
+    alignas(64) float wide[kMaxDim];
+    const uint64_t key = row_key(t.rounding_key, slot);
+    const auto rounded = [&](auto* stored) {
+      for (int64_t j = 0; j < width; ++j) wide[j] = to_float(stored[j]);
+      apply<0, O>(t, wide, row.state(0), row.state(1), sum, width);
+      store_rounded(stored, wide, width, key);
+    };
+    if (t.dtype == kFloat16) rounded(reinterpret_cast<Half*>(row.record));
+    else rounded(reinterpret_cast<BFloat*>(row.record));
   }
 
   // Sums and updates every row of the sorted pairs [first, last), except those read too often, which go to `left`.
@@ -229,7 +267,7 @@ struct Step {
         left.push_back({&run, p, end - p, 0});
       } else {
         add_up<D>(run, p, end, last, sum);
-        update_row<D, O>(table, row_of(*p), sum);
+        update_row<D, O>(table, row_of(*p), sum, end - p);
       }
     }
   }
@@ -439,7 +477,7 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
           for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
         by_dim(table.dim, [&](auto dim) {
           by_optimizer(table.optimizer, [&](auto optimizer) {
-            step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum);
+            step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum, run.length);
           });
         });
       }

@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ("allocator", "errors", "toml", "batch", "tables", "optim", "schedule", "tensorfile")
 ORDER = (
-    BASE, ("kernels",), ("data",), ("storage",), ("stats",), ("plan",), ("exchange",), ("embeddings",), ("models",), ("train",),
+    BASE, ("kernels",), ("data",), ("storage",), ("width",), ("stats",), ("plan",), ("exchange",), ("embeddings",), ("models",),
+    ("train",),
     ("recipe",), ("cli",),
 )  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

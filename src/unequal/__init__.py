@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .schedule import Schedule
     from .stats.profile import Profile
     from .tables import Feature, Table
+    from .width import Width
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -32,12 +33,13 @@ _HOMES = {
     "schedule": ("Schedule",),
     "stats.profile": ("Profile",),
     "tables": ("Feature", "Table"),
+    "width": ("Width",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LAMB", "LARS", "SGD", "Adagrad", "Adam", "Batch", "CheckpointError", "DataError", "Drift", "Embeddings", "Feature", "Jagged",
     "Optimizer", "Output", "Placement", "Plan", "Profile", "RecipeError", "RowWiseAdagrad", "RowWiseAdam", "Schedule",
-    "ShardedEmbeddings", "Table", "Tiers", "Topology", "UserError", "make_plan", "shard",
+    "ShardedEmbeddings", "Table", "Tiers", "Topology", "UserError", "Width", "make_plan", "shard",
 ]  # fmt: skip
 
 

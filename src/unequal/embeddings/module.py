@@ -18,7 +18,9 @@ from ..plan.placement import Shard
 from ..schedule import Schedule
 from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
+from ..storage.narrow import Narrowing, NarrowStorage
 from ..tables import Feature, Table
+from ..width import RoundReport, Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
 
 
@@ -83,7 +85,9 @@ class Embeddings(nn.Module):
         seed: int = 0,
         device: torch.device | str = "cpu",
         output_dtype: torch.dtype = torch.float32,
+        width: Width | None = None,
     ) -> None:
+        """`width`: a budget, inside which rows are as wide as they deserve; without it all are whole."""
         super().__init__()
         if not features:
             raise RecipeError("Embeddings features", "at least one feature", dict(features))
@@ -96,6 +100,7 @@ class Embeddings(nn.Module):
             raise RecipeError("Embeddings output_dtype", "torch.float32, float16 or bfloat16", output_dtype)
         self.output_dtype = output_dtype
         self._step = 0
+        self._generation = 0
         self.tables: dict[str, Table] = {}
         for feature in self.features.values():
             known = self.tables.setdefault(feature.table.name, feature.table)
@@ -105,13 +110,17 @@ class Embeddings(nn.Module):
         self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
         """of every table: its own, or the module's"""
         self._kernels = backend("cpu" if self.device.type == "meta" else self.device)
+        self.width = width
+        self._rounds = None if width is None else Rounds(width, self.tables, self.optimizers)
         self._storages = {} if self.device.type == "meta" else self._make_storages()
+        if self._rounds is not None:
+            self._rounds.attach(self._narrow_storages())
         self._side = DeviceSide(self.device, len(self.features)) if self._kernels.on_device else None
         self._specs = self._lay_out()
         self._spec_list = FeatureSpecs(self._specs.values())
         self._columns = sum(spec.dim for spec in self._specs.values() if spec.pooling is not None)
         self._listed = any(spec.pooling is None for spec in self._specs.values())
-        self._hashed = any(table.rows is None for table in self.tables.values())
+        self._hashed = width is not None or any(table.rows is None for table in self.tables.values())
         self._rows = [storage.rows for storage in self._storages.values()]
         self._readers = [
             [f for f, spec in enumerate(self._spec_list) if spec.table == t] for t in range(len(self.tables))
@@ -126,11 +135,24 @@ class Embeddings(nn.Module):
         sizes = {name: (table, bytes_of(table, self.optimizers[name])) for name, table in self.tables.items()}
         try:
             return {
-                name: make_storage(table, self.optimizers[name], self.seed, self._kernels, self.device)
+                name: make_storage(
+                    table, self.optimizers[name], self.seed, self._kernels, self.device, self._narrowing(name)
+                )
                 for name, table in self.tables.items()
             }
         except torch.OutOfMemoryError:
             raise out_of_memory(self.device, sizes, "while the tables were made") from None
+
+    def _narrowing(self, table: str) -> Narrowing | None:
+        return None if self._rounds is None else self._rounds.how[table]
+
+    def _narrow_storages(self) -> dict[str, NarrowStorage]:
+        return {name: storage for name, storage in self._storages.items() if isinstance(storage, NarrowStorage)}
+
+    @property
+    def width_reports(self) -> list[RoundReport]:
+        """What every round of widths did; none where all rows are whole."""
+        return [] if self._rounds is None else self._rounds.reports
 
     @property
     def step(self) -> int:
@@ -253,6 +275,7 @@ class Embeddings(nn.Module):
 
     def _locate(self, request: Request, insert: bool) -> None:
         """Resolves ids to slots for the tables where the two differ."""
+        request.generation = self._generation
         # The kernels for GPUs read slots only, so that they hold the ids of the other tables, too.
         request.slots = request.ids.clone() if self._side is not None else torch.empty_like(request.ids)
         for t, storage in enumerate(self._storages.values()):
@@ -330,6 +353,9 @@ class Embeddings(nn.Module):
         )
 
     def _update(self, request: Request, pooled: Tensor | None, sequences: list[Tensor | None]) -> None:
+        if request.generation != self._generation and self._hashed:
+            # Rows were laid out anew since they were looked up. What has no row by now is not updated.
+            self._locate(request, insert=False)
         side, captures = self._side, capturing(self.device)
         # A captured step does not run now, and its factor must not be fixed: before_replay sets it.
         factor = 1.0 if self.schedule is None or captures else self.schedule(self.step)
@@ -345,6 +371,8 @@ class Embeddings(nn.Module):
             except torch.OutOfMemoryError:
                 raise out_of_memory(self.device, self._sizes(), "while rows were updated") from None
         self._step += not captures
+        if self._rounds is not None and self._rounds.after_step(self._step) is not None:
+            self._generation += 1
 
     def _weight_gradients(self, request: Request, pooled: Tensor | None) -> Tensor | None:
         """Gradients of the per-id weights: each id's row times its bag's gradient. Rows are read before they change."""
@@ -409,6 +437,9 @@ class Embeddings(nn.Module):
                 storage.load(parts)
             except CheckpointError as error:
                 errors.append(str(error))
+        if self._rounds is not None:
+            self._generation += 1
+            self._rounds.attach(self._narrow_storages())
         if f"{prefix}step" in state:
             self.step = int(state[f"{prefix}step"])
         else:

@@ -12,6 +12,13 @@ pair_dots(x, products)                     dot products of all pairs of a sample
 pair_dots_gradient(x, gradient, out)       and their gradient (CPU only)
 HashDirectory(...)                         id → slot for unbounded ids
 
+For tables whose rows differ in width (csrc/narrow.h), which lookup and update take, too:
+NarrowDirectory(bound, rows)               id → slot of live rows alone
+follow(keys, utilities, stamps, ...)       gives ids without a row the slot of a candidate
+rebuild(rows, ids, old, slots, ...)        the records that rows will have at new slots
+place(rows, slots, made, starts)           puts them there
+bucket_of(ids, buckets)                    where candidates belong
+
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
 directory's `insert_padded`.
 """
@@ -40,6 +47,11 @@ class Backend:
     HashDirectory: Callable[..., Any]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    NarrowDirectory: Any = None
+    follow: Any = None
+    rebuild: Any = None
+    place: Any = None
+    bucket_of: Any = None
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
     pair_dots: Callable[..., None] | None = None
     pair_dots_gradient: Callable[..., None] | None = None

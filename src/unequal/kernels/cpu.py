@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .native import library
-from .request import MASK, POOLINGS, Request, TableRows
+from .request import MASK, POOLINGS, WAYS, Records, Request, TableRows
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 Record = npt.NDArray[Any]
@@ -24,8 +24,18 @@ _TABLE = np.dtype(
     ]
     + [(name, np.float64) for name in ("lr", "decay", "beta1", "beta2", "eps", "trust")]
     + [("key", np.uint64)]
+    + [
+        (name, np.int64)
+        for name in ("chunk", "class_bits", "class_slabs", "records", "utilities", "utility_kind", "masked")
+    ]
+    + [("gain", np.float64)]
     + [(name, np.int64) for name in ("correction1", "correction2", "rounding_key")]
 )
+_COUNTING = (
+    *("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_offsets"),
+    *("uq_narrow_find", "uq_narrow_entries"),
+)
+"""functions that give a count of 64 bits"""
 _SPEC = np.dtype([(name, np.int64) for name in ("table", "pooling", "place")])
 
 
@@ -41,7 +51,7 @@ def _library() -> ctypes.CDLL:
     native = library()
     assert native is not None, "the caller asks for this backend only where the library is there"
     if native.uq_lookup.restype is not ctypes.c_int64:
-        for name in ("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_offsets"):
+        for name in _COUNTING:
             getattr(native, name).restype = ctypes.c_int64
     return native
 
@@ -59,11 +69,15 @@ def _describe_table(rows: TableRows) -> Record:
     """The fixed part of a table's descriptor, kept until its slabs change."""
     if rows.cached is None:
         fixed = np.zeros(1, _TABLE)
-        pointers = [np.array([s.data_ptr() for s in slabs], np.uint64) for slabs in (rows.weights, *rows.states)]
+        if rows.records is None:
+            pointers = [np.array([s.data_ptr() for s in slabs], np.uint64) for slabs in (rows.weights, *rows.states)]
+        else:
+            pointers = [_describe_records(fixed, rows.records)]
         fixed["weights"] = pointers[0].ctypes.data
         for name, pointer in zip(("state0", "state1"), pointers[1:]):
             fixed[name] = pointer.ctypes.data
-        fixed["slab_log2"], fixed["dim"], fixed["dtype"] = rows.slab_log2, rows.dim, _DTYPES[rows.dtype]
+        slab_log2 = rows.slab_log2 if rows.records is None else rows.records.slab_log2
+        fixed["slab_log2"], fixed["dim"], fixed["dtype"] = slab_log2, rows.dim, _DTYPES[rows.dtype]
         fixed["strict"], fixed["key"], fixed["lr"] = rows.strict, rows.key & MASK, rows.optimizer.lr
         fixed["optimizer"], fixed["decay"] = rows.optimizer.code, rows.optimizer.weight_decay
         fixed["beta1"], fixed["beta2"], fixed["eps"], fixed["trust"] = rows.optimizer.hyperparameters()
@@ -71,6 +85,18 @@ def _describe_table(rows: TableRows) -> Record:
     record: Record = rows.cached[0]
     record["rows"] = rows.rows
     return record
+
+
+def _describe_records(fixed: Record, records: Records) -> Record:
+    """Fills in what tables with rows of different width have, and gives the pointers of all slabs."""
+    most = max(len(slabs) for slabs in records.slabs)
+    pointers = np.zeros((len(records.slabs), most), np.uint64)
+    for k, slabs in enumerate(records.slabs):
+        pointers[k, : len(slabs)] = [slab.data_ptr() for slab in slabs]
+    fixed["chunk"], fixed["class_bits"], fixed["class_slabs"] = records.chunk, records.class_bits, most
+    fixed["records"], fixed["utilities"] = records.layout.ctypes.data, records.utilities
+    fixed["utility_kind"], fixed["masked"] = records.kind, records.masked
+    return pointers
 
 
 @dataclass(slots=True)
@@ -105,6 +131,9 @@ def _fix(request: Request) -> _Fixed:
         )
     for t in fixed.growing:
         fixed.tables["rows"][t] = tables[t].rows
+        records = tables[t].records
+        if records is not None:
+            fixed.tables["gain"][t] = records.gain
     return fixed
 
 
@@ -386,3 +415,117 @@ class HashDirectory:
     @property
     def bytes(self) -> int:
         return self._table.numel() * 4
+
+
+class NarrowDirectory:
+    """Id → slot for live rows alone. Where ids are below a bound that makes it worth while: an array of slots. Otherwise by open
+    addressing: 8 or 12 bytes an entry, so many that 3/4 are in use after it was made."""
+
+    ARRAY, SHORT, LONG = 0, 1, 2
+    FULL = 0.85
+    """share in use at which it grows"""
+
+    def __init__(self, bound: int | None, rows: int = 0) -> None:
+        self.bound, self.used = bound, 0
+        self._make(rows)
+
+    def _make(self, rows: int) -> None:
+        entries = max(64, rows * 4 // 3 + 1)
+        size = 8 if self.bound is not None and self.bound <= 2**32 else 12
+        if self.bound is not None and self.bound * 4 <= entries * size:
+            self.kind, self._capacity, words = self.ARRAY, self.bound, self.bound
+        else:
+            self.kind, self._capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
+        self._memory = torch.full((words,), -1, dtype=torch.int32)
+
+    def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
+        return ctypes.c_int64(self.kind), _pointer(self._memory), ctypes.c_int64(self._capacity)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The slot of every id, -1 where it has none."""
+        ids, slots = ids.contiguous(), torch.empty_like(ids)
+        count, threads = ctypes.c_int64(ids.numel()), _threads(ids.numel())
+        _library().uq_narrow_find(*self._place(), _pointer(ids), count, _pointer(slots), threads)
+        return slots
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        """Of ids that it does not hold yet."""
+        rows = self.used + ids.numel()
+        if self.kind != self.ARRAY and rows > self.FULL * self._capacity:
+            held = self.entries()
+            self._make(rows * 5 // 4)
+            self._put(*held)
+        self._put(ids, slots)
+        self.used = rows
+
+    def _put(self, ids: Tensor, slots: Tensor) -> None:
+        ids, slots = ids.contiguous(), slots.contiguous()
+        _library().uq_narrow_put(*self._place(), _pointer(ids), _pointer(slots), ctypes.c_int64(ids.numel()))
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        ids, slots = torch.empty(self.used, dtype=torch.int64), torch.empty(self.used, dtype=torch.int64)
+        _library().uq_narrow_entries(*self._place(), _pointer(ids), _pointer(slots))
+        return ids, slots
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+
+def bucket_of(ids: Tensor, buckets: int) -> Tensor:
+    ids, out = ids.contiguous(), torch.empty_like(ids)
+    count = ctypes.c_int64(ids.numel())
+    _library().uq_narrow_buckets(_pointer(ids), count, ctypes.c_int64(buckets), _pointer(out))
+    return out
+
+
+def follow(
+    keys: Tensor, utilities: Tensor, stamps: Tensor, step: int, class_bits: int, ids: Tensor, slots: Tensor
+) -> None:
+    failed = _library().uq_narrow_follow(
+        _pointer(keys),
+        _pointer(utilities),
+        _pointer(stamps),
+        ctypes.c_int64(keys.numel() // WAYS),
+        ctypes.c_int64(utilities.shape[1]),
+        ctypes.c_int32(step),
+        ctypes.c_int64(class_bits),
+        _pointer(ids),
+        ctypes.c_int64(ids.numel()),
+        _pointer(slots),
+    )
+    if failed:
+        raise MemoryError(f"no memory to follow {ids.numel():,} ids without a row")
+
+
+def rebuild(
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, utilities: Tensor | None, std: float
+) -> tuple[Tensor, Tensor]:
+    assert rows.records is not None
+    words = torch.from_numpy(rows.records.layout[:, 5])[slots & ((1 << rows.records.class_bits) - 1)]
+    starts = words.cumsum(0) - words
+    made = torch.empty(int(words.sum()))
+    parts = [part.contiguous() for part in (ids, old, slots)]
+    _library().uq_narrow_rebuild(
+        _pointer(_describe_table(rows)),
+        *(_pointer(part) for part in parts),
+        None if masks is None else _pointer(masks),
+        None if utilities is None else _pointer(utilities),
+        ctypes.c_int64(ids.numel()),
+        ctypes.c_float(2 * math.sqrt(3) * std),
+        _pointer(made),
+        _pointer(starts),
+        _threads(ids.numel()),
+    )
+    return made, starts
+
+
+def place(rows: TableRows, slots: Tensor, made: Tensor, starts: Tensor) -> None:
+    slots = slots.contiguous()
+    _library().uq_narrow_place(
+        _pointer(_describe_table(rows)),
+        _pointer(slots),
+        ctypes.c_int64(slots.numel()),
+        _pointer(made),
+        _pointer(starts),
+    )

@@ -16,6 +16,8 @@ from ..tables import Pooling
 Ints = npt.NDArray[np.int64]
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
+WAYS = 8
+"""candidates of a bucket: ids without a row that are followed"""
 POOLINGS: dict[Pooling, int] = {None: 0, "sum": 1, "mean": 2}
 
 
@@ -38,6 +40,63 @@ def capturing(device: torch.device) -> bool:
 
 
 @dataclass(slots=True)
+class Records:
+    """Rows of different width as the kernels see them. A slot is place · 2^class_bits + chunks; csrc/narrow.h says more."""
+
+    dim: int
+    dtype: torch.dtype
+    chunk: int
+    """values; a row has the first of its vector's chunks, or those that its mask names"""
+    masked: bool
+    utilities: int
+    """numbers that are followed for each row: 1, or one per chunk"""
+    kind: int
+    """what they add up: 1 gradient norms, 2 reads, 3 their product, 0 nothing"""
+    slab_log2: int
+    """every slab has 2^slab_log2 rows"""
+    layout: Ints
+    """[classes, 6]: values of a row, then in words of 4 bytes where its states, utility and mask begin, and its size"""
+    slabs: list[list[Tensor]]
+    """by class: [rows, words] float32 each. Class 0: one, the candidates' utilities"""
+    gain: float = 1.0
+    """by which utilities are multiplied before they are added: it grows, so that older ones fade"""
+
+    @classmethod
+    def make(
+        cls, dim: int, dtype: torch.dtype, optimizer: Optimizer, *, chunk: int, masked: bool, by_chunk: bool, kind: int,
+        slab_log2: int,
+    ) -> "Records":  # fmt: skip
+        chunks = dim // chunk
+        utilities = chunks if by_chunk else 1
+        layout = np.zeros((chunks + 1, 6), np.int64)
+        layout[0, 5] = utilities
+        for k in range(1, chunks + 1):
+            width, states = k * chunk, []
+            word = -(-width * dtype.itemsize // 4)
+            for _, per in optimizer.state:
+                states.append(word)
+                word += 1 if per == "row" else width
+            states += [word] * (2 - len(states))
+            layout[k] = (width, *states, word, word + utilities, word + utilities + 2 * masked)
+        return cls(dim, dtype, chunk, masked, utilities, kind, slab_log2, layout, [[] for _ in range(chunks + 1)])
+
+    @property
+    def chunks(self) -> int:
+        return self.dim // self.chunk
+
+    @property
+    def class_bits(self) -> int:
+        return self.chunks.bit_length()
+
+    @property
+    def bound(self) -> int:
+        """More than any slot there is."""
+        places = [len(slabs) << self.slab_log2 for slabs in self.slabs[1:]]
+        places.append(self.slabs[0][0].shape[0] if self.slabs[0] else 0)
+        return max(places) << self.class_bits
+
+
+@dataclass(slots=True)
 class TableRows:
     """A table as the kernels see it: slabs of weights, parallel slabs of state, and slots in [0, rows)."""
 
@@ -53,25 +112,38 @@ class TableRows:
     """whether a slot outside [0, rows) is an error; otherwise it reads as zeros"""
     key: int = 0
     """seed of the table, for fresh rows and stochastic rounding"""
+    records: Records | None = None
+    """of a table whose rows differ in width; it has no other slabs"""
     cached: Any = field(default=None, repr=False)
     """what a backend derived from the slabs; cleared when they change"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TableRows":
-        copied = replace(self, weights=deepcopy(self.weights, memo), states=deepcopy(self.states, memo), cached=None)
+        parts = {name: deepcopy(getattr(self, name), memo) for name in ("weights", "states", "records")}
+        copied = replace(self, **parts, cached=None)
         memo[id(self)] = copied
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what is cached: it points into this process's memory."""
-        return TableRows, (self.weights, self.states, self.rows, self.optimizer, self.slab_log2, self.strict, self.key)
+        kept = (
+            self.weights,
+            self.states,
+            self.rows,
+            self.optimizer,
+            self.slab_log2,
+            self.strict,
+            self.key,
+            self.records,
+        )
+        return TableRows, kept
 
     @property
     def dim(self) -> int:
-        return self.weights[0].shape[1]
+        return self.weights[0].shape[1] if self.records is None else self.records.dim
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights[0].dtype
+        return self.weights[0].dtype if self.records is None else self.records.dtype
 
     def rounding_key(self, step: int) -> int:
         return mix64(self.key + (step + 1) * GOLDEN)
@@ -114,6 +186,8 @@ class Request:
     weights: Tensor | None = None
     bounds: Ints | None = None
     """where each of the batch's features begins and the last one ends; read from the offsets where it is not given"""
+    generation: int = 0
+    """of the slots: they mean nothing once rows have been laid out anew"""
     _spans: tuple[Ints, Ints] | None = field(default=None, init=False, repr=False)
 
     @property

@@ -225,6 +225,13 @@ class HashedStorage(Storage):
         self.directory.restore(ids.to(self.device), slots.to(self.device), rows)
 
 
-def make_storage(table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device) -> Storage:
+def make_storage(
+    table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device, narrowing: Any = None
+) -> Storage:
+    """`narrowing`: how rows are kept as wide as they deserve; without it all are whole."""
+    if narrowing is not None:
+        from .narrow import NarrowStorage
+
+        return NarrowStorage(table, optimizer, seed, kernels, device, narrowing)
     kind = HashedStorage if table.rows is None else DenseStorage
     return kind(table, optimizer, seed, kernels, device)

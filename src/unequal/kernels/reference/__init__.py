@@ -3,6 +3,7 @@
 from .hash import HashDirectory
 from .initialize import initialize
 from .lookup import lookup
+from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
 from .offsets import offsets
 from .pair_dots import pair_dots, pair_dots_gradient
 from .rounding import round_rows
@@ -12,12 +13,17 @@ from .update import update
 
 __all__ = [
     "HashDirectory",
+    "NarrowDirectory",
+    "bucket_of",
     "deal_bags",
+    "follow",
     "initialize",
     "lookup",
     "offsets",
     "pair_dots",
     "pair_dots_gradient",
+    "place",
+    "rebuild",
     "round_rows",
     "route",
     "unique",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..request import Request
+from .narrow import read_vectors
 from .rows import read
 
 
@@ -34,7 +35,10 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor])
             wrong = first + int((~inside).nonzero()[0, 0])
         first += slots.numel()
         vectors = torch.zeros(slots.numel(), feature.dim)
-        vectors[inside] = read(rows, rows.weights, slots[inside]).float()
+        if rows.records is None:
+            vectors[inside] = read(rows, rows.weights, slots[inside]).float()
+        else:
+            vectors[inside] = read_vectors(rows.records, slots[inside])
         if feature.pooling is None:
             sequences[feature.place].copy_(vectors)
         else:

@@ -8,14 +8,15 @@ from torch import Tensor
 from ...optim import LAMB, LARS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
 from ..request import Request, TableRows
 from .lookup import bags_of, scales_of
+from .narrow import by_class, columns_of, read_records, set_values, values_of, write_records
 from .rounding import round_rows
 from .rows import read, write
 
 
 def row_gradients(
     request: Request, table: int, pooled: Tensor | None, sequences: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """The slots of a table that were read, and the sum of each one's gradients."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of a table that were read, the sum of each one's gradients, and how often it was read."""
     slots, gradients = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, request.tables[table].dim)]
     for f, feature in enumerate(request.features):
         if feature.table != table:
@@ -32,10 +33,10 @@ def row_gradients(
             gradients.append(upstream)
     all_slots, all_gradients = torch.cat(slots), torch.cat(gradients)
     live = all_slots >= 0
-    distinct, inverse = torch.unique(all_slots[live], return_inverse=True)
+    distinct, inverse, reads = torch.unique(all_slots[live], return_inverse=True, return_counts=True)
     sums = torch.zeros(distinct.numel(), request.tables[table].dim, dtype=torch.float64)
     sums.index_add_(0, inverse, all_gradients[live].double())
-    return distinct, sums.float()
+    return distinct, sums.float(), reads
 
 
 def steps(
@@ -100,11 +101,38 @@ def update_rows(rows: TableRows, slots: Tensor, gradients: Tensor, lr: float, st
         write(rows, slabs, slots, values)
 
 
+def update_narrow_rows(rows: TableRows, slots: Tensor, gradients: Tensor, reads: Tensor, lr: float, step: int) -> None:
+    """Rows of different width. How much a row matters is told by the gradient of its whole vector, whatever of it exists."""
+    records = rows.records
+    assert records is not None
+    norms = gradients.view(slots.numel(), records.utilities, -1).norm(dim=2)
+    gained = records.gain * (norms if records.kind & 1 else 1.0) * (reads[:, None] if records.kind & 2 else 1.0)
+    for k, which, places in by_class(records, slots):
+        part = read_records(records, k, places)
+        _, *begins = records.layout[k].tolist()
+        if records.kind:
+            part[:, begins[2] : begins[2] + records.utilities] += torch.as_tensor(gained).expand_as(norms)[which]
+        if k:
+            at = columns_of(records, k, part)
+            states = [
+                part[:, begin] if per == "row" else part[:, begin : begin + at.shape[1]]
+                for begin, (_, per) in zip(begins, rows.optimizer.state)
+            ]
+            old = values_of(records, k, part).float()
+            new = apply(rows.optimizer, old, states, gradients[which].gather(1, at), lr, step)
+            if records.dtype != torch.float32:
+                new = round_rows(new, slots[which], records.dtype, rows.rounding_key(step))
+            set_values(records, k, part, new)
+        write_records(records, k, places, part)
+
+
 def update(
     request: Request, pooled: Tensor | None, sequences: Sequence[Tensor | None], *, lr_factor: float, step: int
 ) -> None:
     """Applies the gradients of the outputs (None: not used) to the tables. `step`: updates done before this one."""
     for t, rows in enumerate(request.tables):
-        slots, gradients = row_gradients(request, t, pooled, sequences)
-        if slots.numel():
+        slots, gradients, reads = row_gradients(request, t, pooled, sequences)
+        if slots.numel() and rows.records is not None:
+            update_narrow_rows(rows, slots, gradients, reads, rows.optimizer.lr * lr_factor, step)
+        elif slots.numel():
             update_rows(rows, slots, gradients, rows.optimizer.lr * lr_factor, step)

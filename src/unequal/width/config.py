@@ -1,0 +1,125 @@
+"""uq.Width: the budget, and how it is spent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import RecipeError, nearest
+from ..tables import Table
+from .policy import POLICIES
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+MOST_CHUNKS = 32
+"""of a vector, unless it is asked for more: beyond that classes are too many for too few rows each"""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A share of the values that all rows at full width have, or bytes of everything that the tables take."""
+
+    share: float | None = None
+    size: int | None = None
+
+    @classmethod
+    def parse(cls, text: object, where: str) -> Budget:
+        expected = "a share like '10%' or a size like '2 GB'"
+        if isinstance(text, Budget):
+            return text
+        if isinstance(text, int | float) and not isinstance(text, bool) and 0 < text <= 1:
+            return cls(share=float(text))
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[kmgt]?i?b)\s*", str(text).lower())
+        if found is None:
+            raise RecipeError(where, expected, text)
+        number, unit = float(found[1]), found[2]
+        if unit == "%":
+            if not 0 < number <= 100:
+                raise RecipeError(where, "more than 0% and at most 100%", text)
+            return cls(share=number / 100)
+        if number <= 0:
+            raise RecipeError(where, expected, text)
+        return cls(size=int(number * UNITS[unit]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Width:
+    """How wide rows may be, all tables together, and by which policy the budget is spent on them."""
+
+    budget: str | float | Budget = "10%"
+    """a share of all values, like "10%"; or bytes of all that the tables take, like "2 GB" """
+    policy: str = "water-filling"
+    tables: Mapping[str, str | float | Budget] = field(default_factory=dict)
+    """budgets of single tables, which then do not share the common one"""
+    chunk: int | None = None
+    """values that come and go together; without it each table has about 16 chunks"""
+    every: int = 1000
+    """steps between rounds; the first ones are closer together"""
+    decay: float = 0.999
+    """of what a row is worth, per step"""
+    hysteresis: float = 0.1
+    """by how much the threshold must be passed before a row changes"""
+    most: float = 0.5
+    """share of the budget that may move in one round"""
+    start: str = "small"
+    """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
+    ramp: int = 2000
+    """steps in which they do"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget, "width budget"))
+        own = {name: Budget.parse(text, f"width budget of table '{name}'") for name, text in self.tables.items()}
+        object.__setattr__(self, "tables", own)
+        if self.policy not in POLICIES:
+            raise RecipeError(
+                "width policy", f"one of {', '.join(POLICIES)}; {nearest(self.policy, POLICIES)}", self.policy
+            )
+        if self.chunk is not None and self.chunk < 1:
+            raise RecipeError("width chunk", "1 or more values", self.chunk)
+        if self.every < 1:
+            raise RecipeError("width every", "1 or more steps", self.every)
+        if not 0 < self.decay <= 1:
+            raise RecipeError("width decay", "more than 0, at most 1", self.decay)
+        if not 0 <= self.hysteresis < 10:
+            raise RecipeError("width hysteresis", "0 or more, below 10", self.hysteresis)
+        if not 0 < self.most <= 1:
+            raise RecipeError("width most", "more than 0, at most 1", self.most)
+        if self.start not in ("small", "full"):
+            raise RecipeError("width start", "'small' or 'full'", self.start)
+        if self.ramp < 1:
+            raise RecipeError("width ramp", "1 or more steps", self.ramp)
+
+    def budget_of(self, table: str) -> Budget | None:
+        """A budget that is the table's alone."""
+        found = self.tables.get(table)
+        assert found is None or isinstance(found, Budget)
+        return found
+
+    @property
+    def common(self) -> Budget:
+        assert isinstance(self.budget, Budget)
+        return self.budget
+
+    def chunk_of(self, table: Table) -> int:
+        """Values of a chunk of this table."""
+        if self.chunk is not None:
+            if table.dim % self.chunk:
+                divisors = [c for c in range(1, table.dim + 1) if table.dim % c == 0]
+                raise RecipeError(
+                    f"width chunk for table '{table.name}'",
+                    f"a divisor of its dim {table.dim}: one of {divisors}",
+                    self.chunk,
+                )
+            if table.dim // self.chunk > 63:
+                raise RecipeError(
+                    f"width chunk for table '{table.name}'", f"at most 63 chunks of its dim {table.dim}", self.chunk
+                )
+            return self.chunk
+        counts = [c for c in range(1, MOST_CHUNKS + 1) if table.dim % c == 0]
+        return table.dim // min(counts, key=lambda count: (abs(count - 16), count))
+
+    def is_round(self, step: int) -> bool:
+        """After so many steps: at 1/32, 1/16, … of the interval, then at each."""
+        if step % self.every == 0:
+            return step > 0
+        return any(step == max(1, self.every >> k) for k in range(1, 6))

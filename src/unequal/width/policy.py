@@ -1,0 +1,139 @@
+"""What decides how wide a row is. A policy says what is followed (gradients, reads, or both; of rows or of chunks) and, given a
+threshold, which chunks of a row live; the rounds find the threshold at which the budget is spent. One interface, so that policies
+can be compared.
+
+Thresholds fall, rows grow: `chosen` must not shrink a row when the threshold falls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+GRADIENT, READS = 1, 2
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one table, as a policy sees them."""
+
+    utilities: Tensor
+    """[rows, 1], or [rows, chunks]"""
+    chunks: int
+    """of a whole row"""
+    values: int
+    """of a chunk"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy(ABC):
+    name: ClassVar[str]
+    kind: ClassVar[int]
+    """of what is added up: gradients, reads, or their product"""
+    masked: ClassVar[bool] = False
+    """whether any chunks may live, or the first ones"""
+    by_chunk: ClassVar[bool] = False
+    fades: ClassVar[bool] = True
+    """whether what is long ago counts less"""
+    whole: ClassVar[bool] = False
+    """whether rows exist wholly or not at all"""
+
+    def measure(self, utilities: Tensor) -> Tensor:
+        """Utilities as they are compared between tables."""
+        return utilities
+
+    @abstractmethod
+    def chosen(self, rows: Rows, threshold: float) -> Tensor:
+        """[rows]: how many chunks live; [rows, chunks] bool where any may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaterFilling(Policy):
+    """The k-th value of a row has the priority importance^alpha / (k − theta): with alpha 0 all rows are equally wide, with a
+    large one they are whole or not there. Importance: norms of gradients, whatever of the row exists."""
+
+    name: ClassVar[str] = "water-filling"
+    kind: ClassVar[int] = GRADIENT
+    alpha: float = 0.75
+    theta: float = 0.5
+
+    def chosen(self, rows: Rows, threshold: float) -> Tensor:
+        widths = rows.utilities[:, 0] ** self.alpha / (threshold * rows.values) + self.theta
+        return widths.clamp(max=rows.chunks).to(torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fiited(Policy):
+    """Each chunk for itself: its reads × the norm of its gradient, measured by the mean of its column in its table."""
+
+    name: ClassVar[str] = "fiited"
+    kind: ClassVar[int] = GRADIENT | READS
+    masked: ClassVar[bool] = True
+    by_chunk: ClassVar[bool] = True
+
+    def chosen(self, rows: Rows, threshold: float) -> Tensor:
+        return (rows.utilities >= threshold) & (rows.utilities > 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WholeRows(Policy):
+    whole: ClassVar[bool] = True
+
+    def chosen(self, rows: Rows, threshold: float) -> Tensor:
+        lives = (rows.utilities[:, 0] >= threshold) & (rows.utilities[:, 0] > 0)
+        return lives.to(torch.int64) * rows.chunks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaEmbed(_WholeRows):
+    """Whole rows by reads × the norm of their gradient, tables measured by their 95th percentile."""
+
+    name: ClassVar[str] = "adaembed"
+    kind: ClassVar[int] = GRADIENT | READS
+
+    def measure(self, utilities: Tensor) -> Tensor:
+        if not utilities.numel():
+            return utilities
+        ordered = utilities.sum(1).sort().values
+        return utilities / ordered[int(0.95 * (ordered.numel() - 1))].clamp(min=1e-30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Itep(_WholeRows):
+    """Whole rows by how often they are read of late."""
+
+    name: ClassVar[str] = "itep"
+    kind: ClassVar[int] = READS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frequency(_WholeRows):
+    """Whole rows by how often they were ever read."""
+
+    name: ClassVar[str] = "frequency"
+    kind: ClassVar[int] = READS
+    fades: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepFirst(Policy):
+    """Nothing is followed or changed: rows keep the width that they got when they were new, while the budget lasts."""
+
+    name: ClassVar[str] = "none"
+    kind: ClassVar[int] = 0
+
+    def chosen(self, rows: Rows, threshold: float) -> Tensor:
+        raise AssertionError("there are no rounds")
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    kind.name: kind for kind in (WaterFilling, Fiited, AdaEmbed, Itep, Frequency, KeepFirst)
+}
+
+
+def policy_of(name: str) -> Policy:
+    return POLICIES[name]()

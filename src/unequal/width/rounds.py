@@ -1,0 +1,367 @@
+"""Rounds: what rows are worth is counted, the threshold at which the budget is spent is found, and rows change their width."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..kernels.request import Records
+from ..optim import Optimizer
+from ..storage.narrow import Census, Narrowing, NarrowStorage, Purse
+from ..tables import Table
+from .config import Budget, Width
+from .policy import Policy, Rows, policy_of
+
+SAMPLE = 200_000
+"""rows of a table from which the threshold is found"""
+HALVINGS = 48
+MARGIN = 0.05
+"""by which growth is cut more than it must be: which rows grow is decided by their ids"""
+FOLLOWED = 16_384
+"""ids without a row that are followed at least, where there are so many"""
+OVERHEAD = 24
+"""bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
+
+Sum = Callable[[float], float]
+
+
+def alone(value: float) -> float:
+    """The sum over all ranks, where there is one."""
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What a round did."""
+
+    step: int
+    rows: int
+    """live"""
+    values: int
+    full: float
+    """values of all rows at full width, where that is known; otherwise 0"""
+    pruned: int
+    """values that went"""
+    regained: int
+    failed: str = ""
+
+    @property
+    def kept(self) -> float:
+        return self.values / self.full if self.full else float("nan")
+
+
+@dataclass(slots=True)
+class Group:
+    """Tables that share a budget."""
+
+    name: str
+    budget: Budget
+    tables: list[str]
+    full: float
+    """values of all rows at full width; 0 where ids are unbounded"""
+    purse: Purse = field(default_factory=Purse)
+
+    def values(self, storages: Mapping[str, NarrowStorage]) -> float:
+        """The budget in values, given how the live rows are: a size in bytes covers all that they take."""
+        if self.budget.share is not None:
+            return self.budget.share * self.full
+        assert self.budget.size is not None
+        parts = [storages[name] for name in self.tables]
+        held = sum(sum(storage.memory().values()) for storage in parts)
+        values = sum(storage.values for storage in parts)
+        return self.budget.size * values / held if values else 0.0
+
+
+class Rounds:
+    """The widths of a module's tables. `total`: sums a number over all ranks; `ranks`: among which the rows are dealt out."""
+
+    def __init__(
+        self,
+        width: Width,
+        tables: Mapping[str, Table],
+        optimizers: Mapping[str, Optimizer],
+        total: Sum = alone,
+        ranks: int = 1,
+    ) -> None:
+        self.width, self.tables, self.total, self.ranks = width, dict(tables), total, ranks
+        self.policy: Policy = policy_of(width.policy)
+        unknown = [name for name in width.tables if name not in tables]
+        if unknown:
+            raise RecipeError("width tables", f"tables of the model: {', '.join(tables)}", unknown[0])
+        self.groups = self._group()
+        self.reports: list[RoundReport] = []
+        self.storages: dict[str, NarrowStorage] = {}
+        self._warned = False
+        self.how = {name: self._narrowing(name, optimizers[name]) for name in self.tables}
+
+    def _group(self) -> list[Group]:
+        groups = []
+        own = {name: budget for name in self.tables if (budget := self.width.budget_of(name)) is not None}
+        shared = [name for name in self.tables if name not in own]
+        for name, budget, members in [
+            *((name, budget, [name]) for name, budget in own.items()),
+            *([("all tables", self.width.common, shared)] if shared else []),
+        ]:
+            rows = [self.tables[member].rows for member in members]
+            full = 0.0 if None in rows else float(sum(n * self.tables[m].dim for n, m in zip(rows, members) if n))
+            if budget.share is not None and not full:
+                unbounded = next(member for member in members if self.tables[member].rows is None)
+                raise RecipeError(
+                    "width budget",
+                    f"a size like '2 GB': table '{unbounded}' has unbounded ids, so a share of its rows is not known",
+                    f"{budget.share:.4g} of them",
+                )
+            groups.append(Group(name, budget, members, full))
+        return groups
+
+    def _narrowing(self, name: str, optimizer: Optimizer) -> Narrowing:
+        table, group = self.tables[name], next(group for group in self.groups if name in group.tables)
+        chunk = self.width.chunk_of(table)
+        chunks = table.dim // chunk
+        item = table.dtype.itemsize
+        if group.budget.share is not None:
+            keep = group.budget.share
+        else:
+            assert group.budget.size is not None
+            dims = sum(self.tables[member].dim for member in group.tables)
+            per_row = table.dim * item + optimizer.state_bytes_per_row(table.dim) + OVERHEAD
+            rows = group.budget.size * table.dim / dims / per_row
+            keep = min(1.0, rows / table.rows) if table.rows is not None else 1.0 / chunks
+        full = self.policy.whole or self.width.start == "full"
+        start = chunks if full else max(1, int(keep * chunks))
+        if group.budget.size is not None and table.rows is None:
+            width_bytes = start * chunk * item + optimizer.state_bytes_per_row(start * chunk) + OVERHEAD
+            expected = group.budget.size / width_bytes
+        else:
+            assert table.rows is not None
+            expected = min(float(table.rows), keep * table.rows * chunks / start)
+        expected /= self.ranks
+        self._check_minimum(group, table, chunk)
+        return Narrowing(
+            chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
+            rows=expected, candidates=self._candidates(table, keep), decay=self.width.decay if self.policy.fades else 1.0,
+            purse=group.purse,
+        )  # fmt: skip
+
+    def _candidates(self, table: Table, keep: float) -> int:
+        """Half as many as rows that could be whole; small tables are followed wholly, twice over: buckets fill unevenly."""
+        rows = table.rows if table.rows is not None else 1 << 20
+        return min(2 * rows + 8, max(FOLLOWED, int(keep * rows / 2 / self.ranks)), 1 << 22)
+
+    def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
+        """The least that can be kept: one chunk of one row in every table."""
+        least = sum(self.width.chunk_of(self.tables[name]) for name in group.tables) * self.ranks
+        if group.budget.share is not None and group.budget.share * group.full < least:
+            raise RecipeError(
+                "width budget",
+                f"at least {least / group.full:.2g} of all values, one chunk for a row in each of {len(group.tables)} tables"
+                + (f" on each of {self.ranks} ranks" if self.ranks > 1 else ""),
+                f"{group.budget.share:.2g} of them",
+            )
+        size = (
+            sum(
+                256 * 16 + 64 * 12 + self.width.chunk_of(self.tables[name]) * self.tables[name].dtype.itemsize
+                for name in group.tables
+            )
+            * self.ranks
+        )
+        if group.budget.size is not None and group.budget.size < size:
+            raise RecipeError(
+                "width budget",
+                f"at least {size:,} bytes: {len(group.tables)} tables with a row, its place and the candidates for more",
+                f"{group.budget.size:,}",
+            )
+
+    def attach(self, storages: Mapping[str, NarrowStorage]) -> None:
+        """The tables as they are, before the first step or after they were loaded."""
+        self.storages = dict(storages)
+        self._fill_purses(0)
+
+    def _fill_purses(self, step: int) -> None:
+        for group in self.groups:
+            if group.budget.size is not None and not any(self.storages[name].live for name in group.tables):
+                rows = [self.storages[name] for name in group.tables]
+                each = sum(
+                    s.how.start * s.how.chunk * s.table.dtype.itemsize
+                    + s.optimizer.state_bytes_per_row(s.how.start * s.how.chunk)
+                    + OVERHEAD
+                    for s in rows
+                ) / sum(s.how.start * s.how.chunk for s in rows)
+                budget = group.budget.size / each
+            else:
+                budget = self._budget(group, step)
+            held = self.total(float(sum(self.storages[name].values for name in group.tables)))
+            group.purse.left = max(0.0, (budget - held) / self.ranks)
+
+    def _budget(self, group: Group, step: int) -> float:
+        """In values, after so many steps."""
+        end = group.values(self.storages)
+        if group.budget.size is not None and self.ranks > 1:
+            end = self.total(end) / self.ranks
+        if self.width.start == "full" and step < self.width.ramp and group.full:
+            return end + (group.full - end) * (1 - step / self.width.ramp) ** 3
+        return end
+
+    def after_step(self, step: int) -> RoundReport | None:
+        """`step`: how many there have been. All ranks call it."""
+        if not self.policy.kind or not self.width.is_round(step):
+            return None
+        return self.round(step)
+
+    def round(self, step: int) -> RoundReport:
+        pruned = regained = 0
+        failed = ""
+        for group in self.groups:
+            try:
+                went, came = self._round_of(group, step)
+            except MemoryError as error:
+                failed = f"{group.name}: {error or 'no memory'}"
+                if not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"a round of widths at step {step} found no memory ({failed}); rows keep the width they have",
+                        stacklevel=2,
+                    )
+                continue
+            pruned, regained = pruned + went, regained + came
+        self._fill_purses(step)
+        report = RoundReport(
+            step,
+            sum(storage.live for storage in self.storages.values()),
+            sum(storage.values for storage in self.storages.values()),
+            sum(group.full for group in self.groups) if all(group.full for group in self.groups) else 0.0,
+            pruned,
+            regained,
+            failed,
+        )
+        self.reports.append(report)
+        return report
+
+    def _round_of(self, group: Group, step: int) -> tuple[int, int]:
+        parts = [_Part(self.storages[name], self.policy) for name in group.tables]
+        budget = self._budget(group, step)
+        threshold = self._threshold(parts, budget)
+        for part in parts:
+            part.choose(threshold, self.width.hysteresis)
+        moved = self.total(float(sum(part.moved() for part in parts)))
+        if moved > self.width.most * budget:
+            for part in parts:
+                part.hold_back(self.width.most * budget / moved)
+        over = self.total(float(sum(part.new_values() for part in parts))) - budget
+        grown = self.total(float(sum(part.growth() for part in parts)))
+        if over > 0 and grown > 0:
+            for part in parts:
+                part.grow_less(max(0.0, 1 - (1 + MARGIN) * over / grown))
+            over = self.total(float(sum(part.new_values() for part in parts))) - budget
+            if over > 0:
+                for part in parts:
+                    part.grow_less(0.0)
+        # All tables of a group or none: the budget is theirs together.
+        for put in [part.prepare() for part in parts]:
+            put()
+        return sum(part.pruned for part in parts), sum(part.regained for part in parts)
+
+    def _threshold(self, parts: list[_Part], budget: float) -> float:
+        """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
+        low, high = -80.0, 80.0  # logarithms
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            spent = self.total(sum(part.estimate(math.exp(middle), self.width.hysteresis) for part in parts))
+            if spent > budget:
+                low = middle
+            else:
+                high = middle
+        return math.exp(high)
+
+
+class _Part:
+    """One table in a round."""
+
+    def __init__(self, storage: NarrowStorage, policy: Policy) -> None:
+        self.storage, self.policy = storage, policy
+        self.records: Records = storage.records
+        self.census: Census = storage.census()
+        self.rows = Rows(policy.measure(self.census.utilities), self.records.chunks, self.records.chunk)
+        self.old = self.census.chunks(self.records)
+        count = self.old.numel()
+        step = max(1, count // SAMPLE)
+        self.scale = count / max(1, -(-count // step))
+        some = slice(None, None, step)
+        self.sample = Rows(self.rows.utilities[some], self.records.chunks, self.records.chunk)
+        self.sample_old = self._bits(self.census.masks)[some] if self.census.masks is not None else self.old[some]
+        self.new: Tensor = self.old
+        self.pruned = self.regained = 0
+
+    def _bits(self, masks: Tensor) -> Tensor:
+        return (masks[:, None] >> torch.arange(self.records.chunks, device=masks.device)) & 1 > 0
+
+    def _steadily(self, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
+        """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
+        grown = self.policy.chosen(rows, threshold * (1 + hysteresis))
+        shrunk = self.policy.chosen(rows, threshold / (1 + hysteresis))
+        if old.dtype == torch.bool:
+            return grown | (old & shrunk)
+        return torch.minimum(torch.maximum(old, grown), shrunk)
+
+    def estimate(self, threshold: float, hysteresis: float) -> float:
+        """Values that would live."""
+        chosen = self._steadily(self.sample, self.sample_old, threshold, hysteresis)
+        return float(chosen.sum()) * self.records.chunk * self.scale
+
+    def choose(self, threshold: float, hysteresis: float) -> None:
+        old = self._bits(self.census.masks) if self.census.masks is not None else self.old
+        self.new = self._steadily(self.rows, old, threshold, hysteresis)
+
+    @property
+    def _counts(self) -> Tensor:
+        return self.new.sum(1) if self.new.dtype == torch.bool else self.new
+
+    def moved(self) -> int:
+        return int((self._counts - self.old).abs().sum()) * self.records.chunk
+
+    def new_values(self) -> int:
+        return int(self._counts.sum()) * self.records.chunk
+
+    def _keep(self, which: Tensor) -> None:
+        """These rows stay as they are."""
+        if self.new.dtype == torch.bool:
+            assert self.census.masks is not None
+            self.new = torch.where(which[:, None], self._bits(self.census.masks), self.new)
+        else:
+            self.new = torch.where(which, self.old, self.new)
+
+    def growth(self) -> int:
+        return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
+
+    def hold_back(self, share: float) -> None:
+        """Only about this share of the rows may change; which, their ids decide."""
+        self._keep(self._beyond(share))
+
+    def grow_less(self, share: float) -> None:
+        """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
+        self._keep((self._counts > self.old) & self._beyond(share))
+
+    def _beyond(self, share: float) -> Tensor:
+        # Other numbers than those of the directory and of the candidates, which crowd where the share ends.
+        numbers = self.storage.kernels.bucket_of(self.census.ids ^ 0x5DEECE66D, 1 << 20)
+        chosen: Tensor = numbers >= int(share * (1 << 20))
+        return chosen
+
+    def prepare(self) -> Callable[[], None]:
+        masks = None
+        if self.new.dtype == torch.bool:
+            assert self.census.masks is not None
+            masks = (self.new.to(torch.int64) << torch.arange(self.records.chunks, device=self.new.device)).sum(1)
+            had = self._bits(self.census.masks)
+            went, came = int((had & ~self.new).sum()), int((self.new & ~had).sum())
+        else:
+            change = self.new - self.old
+            went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
+        self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
+        return self.storage.prepare(self.census, self._counts, masks)

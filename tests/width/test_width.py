@@ -1,0 +1,232 @@
+"""Tables whose rows are as wide as they deserve: the kernels against the reference, and what a round may and may not do."""
+
+import math
+
+import pytest
+import torch
+
+import unequal as uq
+from unequal.storage.narrow import NarrowStorage
+from unequal.width import POLICIES
+
+OPTIMIZERS = [
+    uq.SGD(lr=0.002), uq.Adagrad(lr=0.1), uq.RowWiseAdagrad(lr=0.1), uq.Adam(lr=0.01), uq.RowWiseAdam(lr=0.01), uq.LAMB(lr=0.01),
+    uq.LARS(lr=0.002),
+]  # fmt: skip
+
+
+def batches(count, size=24, seed=0, rows=60):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        lengths = torch.randint(0, 5, (3 * size,), generator=generator)
+        ids = (torch.rand(int(lengths.sum()), generator=generator) ** 3 * rows).long()
+        yield uq.Batch(("a", "b", "c"), ids, lengths)
+
+
+def embeddings(width, optimizer=None, dtype="fp32", seed=0, dim=8):
+    first, second = uq.Table("first", rows=60, dim=dim, dtype=dtype), uq.Table("second", rows=60, dim=4, dtype=dtype)
+    features = {
+        "a": uq.Feature(first, pooling="mean"),
+        "b": uq.Feature(second, pooling=None),
+        "c": uq.Feature(first, pooling="sum"),
+    }
+    return uq.Embeddings(features, optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width, seed=seed)
+
+
+def train(module, data, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    outputs = []
+    for batch in data:
+        out = module(batch)
+        parts = [out.pooled, out["b"].values]
+        loss = sum(((part - torch.randn(part.shape[1], generator=generator)) ** 2).sum() for part in parts)
+        loss.backward()
+        outputs.append(torch.cat([part.detach().flatten() for part in parts]))
+    return outputs
+
+
+def compare(own, expected, **tolerance):
+    assert own.keys() == expected.keys()
+    for name in own:
+        torch.testing.assert_close(
+            own[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_agrees_with_reference(monkeypatch, policy, optimizer):
+    """Over steps and rounds: outputs, rows, optimizer state, utilities and candidates."""
+    width = uq.Width(budget="30%", policy=policy, every=4)
+    own = embeddings(width, optimizer)
+    monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
+    expected = embeddings(width, optimizer)
+    assert own._kernels.name == "cpu" and expected._kernels.name == "reference"
+    for found, wanted in zip(train(own, batches(10)), train(expected, batches(10)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    compare(own.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+    if policy != "none":
+        assert any(report.pruned and report.regained for report in own.width_reports)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_agrees_with_reference_in_16_bits(monkeypatch, policy, dtype):
+    width = uq.Width(budget="30%", policy=policy, every=4, chunk=1)
+    own = embeddings(width, dtype=dtype)
+    monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
+    expected = embeddings(width, dtype=dtype)
+    train(own, batches(6))
+    train(expected, batches(6))
+    compare(own.state_dict(), expected.state_dict(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%", "12%", "4 KB"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stays_inside_the_budget(budget, policy):
+    module = embeddings(uq.Width(budget=budget if "%" in budget else "16 KB", policy=policy, every=8))
+    full = 60 * 8 + 60 * 4
+    for batch in batches(40):
+        train(module, [batch])
+        values = sum(storage.values for storage in module._storages.values())
+        if "%" in budget:
+            assert values <= float(budget[:-1]) / 100 * full + 1e-6
+
+
+def test_all_of_it_is_the_plain_table():
+    """With the whole budget every row gets full width when it is new, and training is that of whole tables, bit for bit."""
+    plain, wide = embeddings(None), embeddings(uq.Width(budget="100%", policy="none"))
+    for found, wanted in zip(train(wide, batches(12)), train(plain, batches(12)), strict=True):
+        assert torch.equal(found, wanted)
+    state, whole = wide.state_dict(), plain.state_dict()
+    ids = state["first.ids"]
+    assert torch.equal(state["first.weight"].view(-1, 8), whole["first.weight"][ids])
+    assert torch.equal(state["first.sum"], whole["first.sum"][ids])
+
+
+def test_missing_chunks_read_as_zeros_and_missing_rows_too():
+    module = embeddings(uq.Width(budget="20%", every=4))
+    train(module, batches(12))
+    module.eval()
+    state = module.state_dict()
+    widths = dict(zip(state["second.ids"].tolist(), state["second.widths"].tolist()))
+    ids = torch.arange(60)
+    lengths = torch.cat([torch.zeros(60), torch.ones(60), torch.zeros(60)]).long()
+    rows = module(uq.Batch(("a", "b", "c"), ids, lengths))["b"].values
+    for id_, row in zip(ids.tolist(), rows):
+        width = widths.get(id_, 0)
+        assert not row[width:].any() and (width == 0 or row[:width].any())
+    assert 0 < len(widths) < 60 and len(set(widths.values())) > 1
+
+
+def test_important_rows_are_wide():
+    module = embeddings(uq.Width(budget="30%", every=8))
+    train(module, batches(64))
+    state = module.state_dict()
+    widths = torch.zeros(60).index_put_((state["first.ids"],), state["first.widths"].float())
+    assert widths[:4].mean() > 2 * widths[30:].mean()
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_saved_and_loaded_it_goes_on_alike(policy):
+    """Layouts differ after loading; what is computed does not."""
+    data = list(batches(30))
+    module = embeddings(uq.Width(budget="30%", policy=policy, every=8))
+    train(module, data[:15])
+    other = embeddings(uq.Width(budget="30%", policy=policy, every=8), seed=5)
+    other.load_state_dict(module.state_dict())
+    other._storages["first"].rows.key = module._storages["first"].rows.key
+    other._storages["second"].rows.key = module._storages["second"].rows.key
+    compare(module.state_dict(), other.state_dict(), rtol=0, atol=0)
+    for found, wanted in zip(train(module, data[15:]), train(other, data[15:]), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_round_between_forward_and_backward():
+    """Slots that were looked up before it mean nothing after it."""
+    data = list(batches(3))
+    module = embeddings(uq.Width(budget="30%", every=1000))
+    train(module, data[:1])
+    out = module(data[1])
+    before = module.state_dict()
+    assert module._rounds is not None
+    module._rounds.round(5)
+    module._generation += 1
+    (out.pooled.sum() * 0).backward()
+    after = module.state_dict()
+    common = {id_: k for k, id_ in enumerate(after["first.ids"].tolist())}
+    starts = dict(
+        zip(before["first.ids"].tolist(), (before["first.widths"].cumsum(0) - before["first.widths"]).tolist())
+    )
+    new_starts = after["first.widths"].cumsum(0) - after["first.widths"]
+    for id_, start in starts.items():
+        if id_ in common:
+            first = int(new_starts[common[id_]])
+            assert before["first.weight"][start] == after["first.weight"][first], "gradients of 0 change nothing"
+
+
+def test_a_round_without_memory_changes_nothing(monkeypatch):
+    module = embeddings(uq.Width(budget="30%", every=8))
+    train(module, batches(7))
+    before = {name: part.clone() for name, part in module.state_dict().items()}
+    real = NarrowStorage._slab
+    calls = []
+
+    def short(self, k):
+        calls.append(k)
+        if len(calls) > 1:
+            raise MemoryError("no memory for a slab")
+        return real(self, k)
+
+    monkeypatch.setattr(NarrowStorage, "_slab", short)
+    assert module._rounds is not None
+    with pytest.warns(UserWarning, match="found no memory"):
+        report = module._rounds.round(8)
+    assert report.failed and len(calls) > 1
+    monkeypatch.undo()
+    after = module.state_dict()
+    compare(
+        {k: v for k, v in after.items() if "utilit" not in k}, {k: v for k, v in before.items() if "utilit" not in k}
+    )
+    train(module, batches(4, seed=3))
+
+
+def test_chunks():
+    table = uq.Table("t", rows=5, dim=64)
+    assert uq.Width().chunk_of(table) == 4
+    assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=16)) == 1
+    assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=10)) == 1
+    assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=96)) == 6
+    with pytest.raises(uq.RecipeError, match=r"a divisor of its dim 64: one of \[1, 2, 4, 8"):
+        uq.Width(chunk=5).chunk_of(table)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "ten"}, "a share like '10%' or a size like '2 GB', got 'ten'"),
+        ({"budget": "0%"}, "more than 0% and at most 100%"),
+        ({"budget": "120%"}, "more than 0% and at most 100%"),
+        ({"policy": "waterfilling"}, "did you mean 'water-filling'"),
+        ({"every": 0}, "1 or more steps"),
+        ({"tables": {"x": "-1 GB"}}, "width budget of table 'x'"),
+    ],
+)
+def test_wrong_options_say_what_is_right(options, message):
+    with pytest.raises(uq.RecipeError, match=message):
+        uq.Width(**options)
+
+
+def test_a_budget_below_the_minimum_says_what_it_is():
+    with pytest.raises(
+        uq.RecipeError, match=r"at least 0\.0028 of all values, one chunk for a row in each of 2 tables"
+    ):
+        embeddings(uq.Width(budget="0.1%"))
+    with pytest.raises(uq.RecipeError, match=r"at least .* bytes"):
+        embeddings(uq.Width(budget="1 KB"))
+
+
+def test_rounds_are_closer_together_at_the_start():
+    width = uq.Width(every=64)
+    assert [step for step in range(1, 200) if width.is_round(step)] == [2, 4, 8, 16, 32, 64, 128, 192]
+    assert math.isclose(uq.Width(budget=0.25).common.share, 0.25)
