@@ -106,22 +106,33 @@ inline void prefetch_narrow(const Table& table, const int64_t* slots, int64_t i,
   prefetch(row.record, row.layout->width * 4);
 }
 
-// out ← out + scale · row, or the row itself, of which `out` holds zeros.
-template <class T, bool Adds>
-inline void spread(const Table& table, int64_t slot, float* out, float scale) {
+// sum ← sum + scale · row; D is a multiple of 16 and the row's live chunks are its first ones.
+template <class T, int D>
+inline void add_first(const Table& table, int64_t slot, float scale, Lanes<16>* sum) {
+  if (slot < 0) return;
+  const NarrowRow row = narrow_row(table, slot);
+  const T* values = reinterpret_cast<const T*>(row.record);
+  const int64_t width = row.width();
+  for (int j = 0; j < D / 16; ++j)
+    if (16 * j < width) sum[j] += load_part(values + 16 * j, width - 16 * j) * scale;
+}
+
+// The same for any row, in memory.
+template <class T>
+inline void add_chunks(const Table& table, int64_t slot, float scale, float* sum) {
   if (slot < 0) return;
   const NarrowRow row = narrow_row(table, slot);
   const T* values = reinterpret_cast<const T*>(row.record);
   each_chunk(table, row, [&](int64_t place, int64_t column, int64_t count) {
-    for (int64_t j = 0; j < count; ++j) {
-      const float value = to_float(values[place + j]);
-      out[column + j] = Adds ? out[column + j] + value * scale : value;
-    }
+    for (int64_t j = 0; j < count; ++j) sum[column + j] += to_float(values[place + j]) * scale;
   });
 }
 
-template <class T>
-void narrow_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+template <class T, int D>
+void narrow_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
+  constexpr bool kFirst = D != 0 && D % 16 == 0;
+  const bool in_registers = kFirst && !table.masked;
+  const bool streams = in_registers && large && can_stream<16>(feature.values, feature.stride);
   const int64_t* slots = feature.slots;
   const bool listed = feature.pooling == kNone;
   const int64_t base = feature.offsets[0];
@@ -129,26 +140,33 @@ void narrow_part(const Table& table, const Feature& feature, int64_t first, int6
   for (int64_t i = 0; i < kAhead; ++i) prefetch_narrow(table, slots, begin + i, end);
   for (int64_t k = first; k < last; ++k) {
     float* out = feature.values + k * feature.stride;
-    std::memset(out, 0, size_t(table.dim) * sizeof(float));
-    if (listed) {
-      prefetch_narrow(table, slots, k + kAhead, end);
-      spread<T, false>(table, slots[k], out, 1.0f);
-      continue;
-    }
-    const int64_t from = feature.offsets[k] - base, to = feature.offsets[k + 1] - base;
+    const int64_t from = listed ? k : feature.offsets[k] - base, to = listed ? k + 1 : feature.offsets[k + 1] - base;
     const float share = feature.pooling == kMean && to > from ? 1.0f / float(to - from) : 1.0f;
+    const auto scale = [&](int64_t i) { return feature.weights && !listed ? feature.weights[i] * share : share; };
+    if constexpr (kFirst) {
+      if (in_registers) {
+        Lanes<16> sum[D / 16] = {};
+        for (int64_t i = from; i < to; ++i) {
+          prefetch_narrow(table, slots, i + kAhead, end);
+          add_first<T, D>(table, slots[i], scale(i), sum);
+        }
+        for (int j = 0; j < D / 16; ++j) put<16>(out + 16 * j, sum[j], streams);
+        continue;
+      }
+    }
+    std::memset(out, 0, size_t(table.dim) * sizeof(float));
     for (int64_t i = from; i < to; ++i) {
       prefetch_narrow(table, slots, i + kAhead, end);
-      spread<T, true>(table, slots[i], out, feature.weights ? feature.weights[i] * share : share);
+      add_chunks<T>(table, slots[i], scale(i), out);
     }
   }
 }
 
 template <class T>
 void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
-  if (table.chunk) return narrow_part<T>(table, feature, first, last);
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
+    if (table.chunk) return narrow_part<T, D>(table, feature, first, last, large);
     if (table.slab_log2 < 0) {
       if (feature.pooling == kNone) unpooled<T, D, true>(table, feature, first, last, large);
       else pooled<T, D, true>(table, feature, first, last, large);

@@ -90,6 +90,17 @@ inline Lanes<W> load(const Half* p) {
 #endif
   return v;
 }
+// The first `count` values, at most 16, and zeros.
+template <class T>
+inline Lanes<16> load_part(const T* p, int64_t count) {
+  if (count >= 16) return load<16>(p);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+#endif
+  Lanes<16> v{};
+  for (int64_t j = 0; j < count; ++j) v[j] = to_float(p[j]);
+  return v;
+}
 template <int W>
 inline void store(float* p, Lanes<W> v) {
   std::memcpy(p, &v, sizeof v);

@@ -69,6 +69,19 @@ def test_agrees_with_reference(monkeypatch, policy, optimizer):
         assert any(report.pruned and report.regained for report in own.width_reports)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dim", [16, 24, 64])
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_wider_rows_agree_with_reference(monkeypatch, policy, dim, dtype):
+    """Rows that are read in whole vectors of the machine, and rows that are not."""
+    width = uq.Width(budget="30%", policy=policy, every=4)
+    own = embeddings(width, dtype=dtype, dim=dim)
+    monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
+    expected = embeddings(width, dtype=dtype, dim=dim)
+    for found, wanted in zip(train(own, batches(6)), train(expected, batches(6)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4 if dtype == "fp32" else 2e-2, atol=1e-5 if dtype == "fp32" else 2e-2)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("policy", ["water-filling", "fiited"])
 def test_agrees_with_reference_in_16_bits(monkeypatch, policy, dtype):

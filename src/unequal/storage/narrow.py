@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UserError
 from ..kernels import Backend
-from ..kernels.request import WAYS, Records
+from ..kernels.request import WAYS, Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
 from .memory import zeros
@@ -108,9 +108,14 @@ class NarrowStorage(Storage):
         self._clock = 0
         self.counts = [0] * (records.chunks + 1)
         """live rows of every class"""
-        self.directory: Any = self.kernels.NarrowDirectory(self.table.rows)
+        self.directory: Any = self._directory(0)
         records.gain = 1.0
         self._changed()
+
+    def _directory(self, rows: int) -> Any:
+        """With room for so many."""
+        where = {"device": self.device} if self.kernels.on_device else {}
+        return self.kernels.NarrowDirectory(self.table.rows, rows, **where)
 
     def _changed(self) -> None:
         self.rows.rows = self.records.bound
@@ -133,6 +138,11 @@ class NarrowStorage(Storage):
     # A step
 
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
+        if capturing(self.device):
+            raise UserError(
+                f"table '{self.table.name}' has rows of different width, which come and go between steps, so that a step cannot "
+                "be captured in a CUDA graph; train without a graph, or without a width"
+            )
         slots: Tensor = self.directory.find(ids)
         if not insert:
             return slots
@@ -162,12 +172,19 @@ class NarrowStorage(Storage):
         first, count = self.counts[k], ids.numel()
         self._grow(k, first + count)
         slots = (torch.arange(first, first + count, device=self.device) << self.records.class_bits) | k
-        masks = torch.full((count,), (1 << k) - 1, dtype=torch.int64) if self.how.masked else None
+        masks = self._first_masks(ids) if self.how.masked else None
         old = torch.full_like(ids, -1)
         made, starts = self.kernels.rebuild(self.rows, ids, old, slots, masks, None, self.table.init_std)
         self.kernels.place(self.rows, slots, made, starts)
         self.directory.insert(ids, slots)
         self.counts[k] += count
+
+    def _first_masks(self, ids: Tensor) -> Tensor:
+        """Chunks of new rows, beginning anywhere: a column that no row has gets no gradient from products of rows, ever."""
+        chunks = self.records.chunks
+        first = self.kernels.bucket_of(ids, chunks)
+        bits = (first[:, None] + torch.arange(self.how.start, device=ids.device)) % chunks
+        return (1 << bits).sum(1)
 
     def _grow(self, k: int, rows: int) -> None:
         records = self.records
@@ -226,7 +243,7 @@ class NarrowStorage(Storage):
         if masks is not None and census.masks is not None:
             moved |= wanted & (masks != census.masks)
         counts = torch.bincount(chunks, minlength=records.chunks + 1).tolist()
-        directory = self.kernels.NarrowDirectory(self.table.rows, int(wanted.sum()))
+        directory = self._directory(int(wanted.sum()))
         directory.insert(census.ids[wanted], slots[wanted])
         made, starts = self.kernels.rebuild(
             self.rows, census.ids[moved], census.slots[moved], slots[moved], None if masks is None else masks[moved], None,
@@ -391,7 +408,7 @@ class NarrowStorage(Storage):
             slots[which] = (torch.arange(which.numel(), device=self.device) << records.class_bits) | k
             self._fill_class(k, which, starts, parts)
         self.counts = [0, *counts[1:]]
-        self.directory = self.kernels.NarrowDirectory(self.table.rows, widths.numel())
+        self.directory = self._directory(widths.numel())
         self.directory.insert(parts["ids"], slots)
         self._follow_instead((parts["candidates"], parts["candidate_utilities"]))
         self.generation += 1

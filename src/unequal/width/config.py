@@ -65,6 +65,10 @@ class Width:
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
     """steps in which they do"""
+    gradients: str = "whole"
+    """what owners on other ranks are told of the gradients of chunks that a row lacks: "whole", all of it, so that a row is worth
+    what it is in one process; "norms": their norm alone, so that messages are as narrow as the rows, and a row that several ranks
+    read is worth up to the sum of what it is to each"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget, "width budget"))
@@ -86,6 +90,8 @@ class Width:
             raise RecipeError("width most", "more than 0, at most 1", self.most)
         if self.start not in ("small", "full"):
             raise RecipeError("width start", "'small' or 'full'", self.start)
+        if self.gradients not in ("whole", "norms"):
+            raise RecipeError("width gradients", "'whole' or 'norms'", self.gradients)
         if self.ramp < 1:
             raise RecipeError("width ramp", "1 or more steps", self.ramp)
 

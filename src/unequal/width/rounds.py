@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.request import Records
+from ..kernels.request import Records, mix64
 from ..optim import Optimizer
 from ..storage.narrow import Census, Narrowing, NarrowStorage, Purse
 from ..tables import Table
@@ -29,6 +30,7 @@ OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
 
 Sum = Callable[[float], float]
+Made = TypeVar("Made")
 
 
 def alone(value: float) -> float:
@@ -67,19 +69,21 @@ class Group:
     """values of all rows at full width; 0 where ids are unbounded"""
     purse: Purse = field(default_factory=Purse)
 
-    def values(self, storages: Mapping[str, NarrowStorage]) -> float:
+    def values(self, storages: Mapping[str, NarrowStorage], total: Sum = alone) -> float:
         """The budget in values, given how the live rows are: a size in bytes covers all that they take."""
         if self.budget.share is not None:
             return self.budget.share * self.full
         assert self.budget.size is not None
-        parts = [storages[name] for name in self.tables]
-        held = sum(sum(storage.memory().values()) for storage in parts)
-        values = sum(storage.values for storage in parts)
+        parts = [storages[name] for name in self.tables if name in storages]
+        held = total(float(sum(sum(storage.memory().values()) for storage in parts)))
+        values = total(float(sum(storage.values for storage in parts)))
         return self.budget.size * values / held if values else 0.0
 
 
 class Rounds:
-    """The widths of a module's tables. `total`: sums a number over all ranks; `ranks`: among which the rows are dealt out."""
+    """The widths of a module's tables. `total`: sums a number over all ranks, which all call it as often; `ranks`: how many there
+    are; `shares`: by table which part of its rows this one has, by default an equal one. All ranks' purses are one: what is taken
+    from it on any of them is taken on all."""
 
     def __init__(
         self,
@@ -88,8 +92,11 @@ class Rounds:
         optimizers: Mapping[str, Optimizer],
         total: Sum = alone,
         ranks: int = 1,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.width, self.tables, self.total, self.ranks = width, dict(tables), total, ranks
+        self.optimizers = dict(optimizers)
+        self.shares = dict.fromkeys(tables, 1 / ranks) if shares is None else dict(shares)
         self.policy: Policy = policy_of(width.policy)
         unknown = [name for name in width.tables if name not in tables]
         if unknown:
@@ -141,7 +148,7 @@ class Rounds:
         else:
             assert table.rows is not None
             expected = min(float(table.rows), keep * table.rows * chunks / start)
-        expected /= self.ranks
+        expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
@@ -152,7 +159,7 @@ class Rounds:
     def _candidates(self, table: Table, keep: float) -> int:
         """Half as many as rows that could be whole; small tables are followed wholly, twice over: buckets fill unevenly."""
         rows = table.rows if table.rows is not None else 1 << 20
-        return min(2 * rows + 8, max(FOLLOWED, int(keep * rows / 2 / self.ranks)), 1 << 22)
+        return min(2 * rows + 8, max(FOLLOWED, int(keep * rows / 2 * self.shares[table.name])), 1 << 22)
 
     def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
         """The least that can be kept: one chunk of one row in every table."""
@@ -178,32 +185,33 @@ class Rounds:
                 f"{group.budget.size:,}",
             )
 
-    def attach(self, storages: Mapping[str, NarrowStorage]) -> None:
+    def attach(self, storages: Mapping[str, NarrowStorage], step: int = 0) -> None:
         """The tables as they are, before the first step or after they were loaded."""
         self.storages = dict(storages)
-        self._fill_purses(0)
+        self._fill_purses(step)
 
     def _fill_purses(self, step: int) -> None:
         for group in self.groups:
-            if group.budget.size is not None and not any(self.storages[name].live for name in group.tables):
-                rows = [self.storages[name] for name in group.tables]
+            live = self.total(float(sum(storage.live for storage in self._of(group))))
+            if group.budget.size is not None and not live:
+                starts = [(name, self.how[name].start * self.how[name].chunk) for name in group.tables]
                 each = sum(
-                    s.how.start * s.how.chunk * s.table.dtype.itemsize
-                    + s.optimizer.state_bytes_per_row(s.how.start * s.how.chunk)
-                    + OVERHEAD
-                    for s in rows
-                ) / sum(s.how.start * s.how.chunk for s in rows)
+                    values * self.tables[name].dtype.itemsize + self.optimizers[name].state_bytes_per_row(values) + OVERHEAD
+                    for name, values in starts
+                ) / sum(values for _, values in starts)
                 budget = group.budget.size / each
             else:
                 budget = self._budget(group, step)
-            held = self.total(float(sum(self.storages[name].values for name in group.tables)))
-            group.purse.left = max(0.0, (budget - held) / self.ranks)
+            held = self.total(float(sum(storage.values for storage in self._of(group))))
+            group.purse.left = max(0.0, budget - held)
+
+    def _of(self, group: Group) -> list[NarrowStorage]:
+        """The group's tables, as far as this rank has a part of them."""
+        return [self.storages[name] for name in group.tables if name in self.storages]
 
     def _budget(self, group: Group, step: int) -> float:
         """In values, after so many steps."""
-        end = group.values(self.storages)
-        if group.budget.size is not None and self.ranks > 1:
-            end = self.total(end) / self.ranks
+        end = group.values(self.storages, self.total)
         if self.width.start == "full" and step < self.width.ramp and group.full:
             return end + (group.full - end) * (1 - step / self.width.ramp) ** 3
         return end
@@ -233,18 +241,18 @@ class Rounds:
         self._fill_purses(step)
         report = RoundReport(
             step,
-            sum(storage.live for storage in self.storages.values()),
-            sum(storage.values for storage in self.storages.values()),
+            int(self.total(float(sum(storage.live for storage in self.storages.values())))),
+            int(self.total(float(sum(storage.values for storage in self.storages.values())))),
             sum(group.full for group in self.groups) if all(group.full for group in self.groups) else 0.0,
-            pruned,
-            regained,
+            int(self.total(float(pruned))),
+            int(self.total(float(regained))),
             failed,
         )
         self.reports.append(report)
         return report
 
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
-        parts = [_Part(self.storages[name], self.policy) for name in group.tables]
+        parts = self._together(lambda: [_Part(storage, self.policy) for storage in self._of(group)])
         budget = self._budget(group, step)
         threshold = self._threshold(parts, budget)
         for part in parts:
@@ -252,20 +260,32 @@ class Rounds:
         moved = self.total(float(sum(part.moved() for part in parts)))
         if moved > self.width.most * budget:
             for part in parts:
-                part.hold_back(self.width.most * budget / moved)
+                part.hold_back(self.width.most * budget / moved, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         grown = self.total(float(sum(part.growth() for part in parts)))
         if over > 0 and grown > 0:
             for part in parts:
-                part.grow_less(max(0.0, 1 - (1 + MARGIN) * over / grown))
+                part.grow_less(max(0.0, 1 - (1 + MARGIN) * over / grown), step)
             over = self.total(float(sum(part.new_values() for part in parts))) - budget
             if over > 0:
                 for part in parts:
-                    part.grow_less(0.0)
-        # All tables of a group or none: the budget is theirs together.
-        for put in [part.prepare() for part in parts]:
+                    part.grow_less(0.0, step)
+        # All tables of a group on all ranks or none: the budget is theirs together.
+        for put in self._together(lambda: [part.prepare() for part in parts]):
             put()
         return sum(part.pruned for part in parts), sum(part.regained for part in parts)
+
+    def _together(self, work: Callable[[], list[Made]]) -> list[Made]:
+        """What it gives, unless some rank has no memory for it: then all have none."""
+        made: list[Made] = []
+        missing: MemoryError | None = None
+        try:
+            made = work()
+        except MemoryError as error:
+            missing = error
+        if self.total(float(missing is not None)):
+            raise missing if missing is not None else MemoryError("no memory on another rank")
+        return made
 
     def _threshold(self, parts: list[_Part], budget: float) -> float:
         """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
@@ -339,17 +359,16 @@ class _Part:
     def growth(self) -> int:
         return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
 
-    def hold_back(self, share: float) -> None:
-        """Only about this share of the rows may change; which, their ids decide."""
-        self._keep(self._beyond(share))
+    def hold_back(self, share: float, step: int) -> None:
+        """Only about this share of the rows may change; which, their ids decide, and others the next time."""
+        self._keep(self._beyond(share, step))
 
-    def grow_less(self, share: float) -> None:
+    def grow_less(self, share: float, step: int) -> None:
         """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
-        self._keep((self._counts > self.old) & self._beyond(share))
+        self._keep((self._counts > self.old) & self._beyond(share, step))
 
-    def _beyond(self, share: float) -> Tensor:
-        # Other numbers than those of the directory and of the candidates, which crowd where the share ends.
-        numbers = self.storage.kernels.bucket_of(self.census.ids ^ 0x5DEECE66D, 1 << 20)
+    def _beyond(self, share: float, step: int) -> Tensor:
+        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step) >> 1), 1 << 20)
         chosen: Tensor = numbers >= int(share * (1 << 20))
         return chosen
 
