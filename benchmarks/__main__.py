@@ -1,8 +1,8 @@
 """The one runner: `python -m benchmarks [--only NAME …] [--quick] [--output FILE]`.
 
-Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate, tiers and drift into
-simulate.json and cluster.json beside it. A quick run uses tiny workloads: it shows that everything works, and writes nothing
-unless a file is named for it.
+Prints a table per benchmark and merges the results into benchmarks/results/cpu.json, those of simulate, tiers, drift and width
+into simulate.json, cluster.json and width.json beside it. A quick run uses tiny workloads: it shows that everything works, and
+writes nothing unless a file is named for it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from .report import BenchmarkError, merge, stamp
 NAMES = (
     *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
     *("distributed", "codecs", "simulate", "tiers", "drift"),
+    *("width_quality", "width_memory", "width_speed"),
 )
+ASKED = ("width_quality",)
+"""that take hours, and are run when they are named"""
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 APART = {
     "simulate": RESULTS.with_name("simulate.json"),
     "tiers": RESULTS.with_name("cluster.json"),
     "drift": RESULTS.with_name("cluster.json"),
+    **dict.fromkeys(("width_quality", "width_memory", "width_speed"), RESULTS.with_name("width.json")),
 }
 """benchmarks whose results do not depend on the machine, or are too many for one file"""
 
@@ -68,7 +72,7 @@ def main() -> int:
     written: set[Path] = set()
     console = Console(width=None if sys.stdout.isatty() else 120)
     failed = False
-    for name in arguments.only or NAMES:
+    for name in arguments.only or [name for name in NAMES if arguments.quick or name not in ASKED]:
         try:
             with console.status(f"running {name}"):
                 origin = stamp(arguments.quick)

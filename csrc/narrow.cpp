@@ -13,6 +13,7 @@ namespace unequal {
 namespace {
 
 constexpr int64_t kFindAhead = 16;
+constexpr int64_t kTogether = 64;  // ids whose homes are brought near before the first is looked up
 constexpr int64_t kWays = 8;  // candidates of a bucket
 
 enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2 };
@@ -31,16 +32,20 @@ struct Hashed {
   Entry<Id>* entries;
   uint64_t capacity;
 
-  void prefetch_home(int64_t id) const { __builtin_prefetch(entries + spread_over(id, capacity)); }
-  int32_t* at(int64_t id, bool insert) const {
-    for (uint64_t k = spread_over(id, capacity);; k = k + 1 == capacity ? 0 : k + 1) {
+  // Where to begin, brought near.
+  uint64_t home(int64_t id) const {
+    const uint64_t at = spread_over(id, capacity);
+    __builtin_prefetch(entries + at);
+    return at;
+  }
+  // The id's slot, or null; with `insert` the place for it.
+  int32_t* at(int64_t id, uint64_t home, bool insert) const {
+    for (uint64_t k = home;; k = k + 1 == capacity ? 0 : k + 1) {
       Entry<Id>& entry = entries[k];
-      if (entry.slot < 0) {
-        if (!insert) return nullptr;
-        entry.id = Id(id);
-        return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(&entry) + sizeof(Id));
-      }
-      if (int64_t(entry.id) == id) return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(&entry) + sizeof(Id));
+      const bool empty = entry.slot < 0;
+      if (empty && !insert) return nullptr;
+      if (empty) entry.id = Id(id);
+      if (empty || int64_t(entry.id) == id) return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(&entry) + sizeof(Id));
     }
   }
 };
@@ -48,10 +53,11 @@ struct Hashed {
 struct Array {
   int32_t* slots;
   uint64_t capacity;
-  void prefetch_home(int64_t id) const {
+  uint64_t home(int64_t id) const {
     if (uint64_t(id) < capacity) __builtin_prefetch(slots + id);
+    return 0;
   }
-  int32_t* at(int64_t id, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
+  int32_t* at(int64_t id, uint64_t, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
 };
 
 template <class Body>
@@ -107,11 +113,15 @@ UNEQUAL_API int64_t uq_narrow_find(int64_t kind, void* memory, int64_t capacity,
   int64_t missing = 0;
   by_kind(kind, memory, capacity, [&](auto directory) {
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : missing)
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + kFindAhead < count) directory.prefetch_home(ids[i + kFindAhead]);
-      const int32_t* at = directory.at(ids[i], false);
-      slots[i] = at ? load_slot(at) : -1;
-      missing += slots[i] < 0;
+    for (int64_t first = 0; first < count; first += kTogether) {
+      const int64_t n = std::min(kTogether, count - first);
+      uint64_t homes[kTogether];
+      for (int64_t i = 0; i < n; ++i) homes[i] = directory.home(ids[first + i]);
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t* at = directory.at(ids[first + i], homes[i], false);
+        slots[first + i] = at ? load_slot(at) : -1;
+        missing += slots[first + i] < 0;
+      }
     }
   });
   return missing;
@@ -123,9 +133,9 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
   using namespace unequal;
   by_kind(kind, memory, capacity, [&](auto directory) {
     for (int64_t i = 0; i < count; ++i) {
-      if (i + kFindAhead < count) directory.prefetch_home(ids[i + kFindAhead]);
+      if (i + kFindAhead < count) directory.home(ids[i + kFindAhead]);
       const int32_t slot = int32_t(slots[i]);
-      std::memcpy(directory.at(ids[i], true), &slot, 4);
+      std::memcpy(directory.at(ids[i], directory.home(ids[i]), true), &slot, 4);
     }
   });
 }
@@ -157,36 +167,44 @@ UNEQUAL_API void uq_narrow_buckets(const int64_t* ids, int64_t count, int64_t bu
 UNEQUAL_API int uq_narrow_follow(int64_t* keys, float* utilities, int32_t* stamps, int64_t buckets, int64_t each, int32_t step,
                                  int64_t class_bits, const int64_t* ids, int64_t count, int64_t* slots) try {
   using namespace unequal;
+  // Kept between steps: of each bucket the newcomer's place among `newcomers`, or -1.
   struct Newcomer {
     int64_t bucket, id, way;
   };
-  std::vector<int64_t> missing;
-  std::vector<Newcomer> newcomers;
+  struct Unknown {
+    int64_t at, bucket;
+  };
+  static thread_local std::vector<int64_t> missing, newcomer_of;
+  static thread_local std::vector<Newcomer> newcomers;
+  static thread_local std::vector<Unknown> unknown;
+  if (!newcomers.empty()) std::fill(newcomer_of.begin(), newcomer_of.end(), int64_t(-1));  // memory was short the last time
+  missing.clear();
+  newcomers.clear();
+  unknown.clear();
+  if (int64_t(newcomer_of.size()) < buckets) newcomer_of.resize(size_t(buckets), -1);
   for (int64_t i = 0; i < count; ++i)
     if (slots[i] < 0) missing.push_back(i);
-  size_t unknown = 0;
   for (size_t m = 0; m < missing.size(); ++m) {
-    const int64_t i = missing[m];
+    const int64_t i = missing[m], id = ids[i];
     if (m + kFindAhead < missing.size())
       __builtin_prefetch(keys + int64_t(spread_over(ids[missing[m + kFindAhead]], uint64_t(buckets))) * kWays);
-    const int64_t bucket = int64_t(spread_over(ids[i], uint64_t(buckets)));
+    const int64_t bucket = int64_t(spread_over(id, uint64_t(buckets)));
     for (int64_t k = bucket * kWays; k < (bucket + 1) * kWays; ++k)
-      if (keys[k] == ids[i] && utilities[k * each] >= 0) {
+      if (keys[k] == id && utilities[k * each] >= 0) {
         slots[i] = k << class_bits;
         stamps[k] = step;
         break;
       }
-    if (slots[i] < 0) {
-      missing[unknown++] = i;
-      newcomers.push_back({bucket, ids[i], -1});
+    if (slots[i] >= 0) continue;
+    unknown.push_back({i, bucket});
+    int64_t& newcomer = newcomer_of[size_t(bucket)];
+    if (newcomer < 0) {
+      newcomer = int64_t(newcomers.size());
+      newcomers.push_back({bucket, id, -1});
+    } else {
+      newcomers[size_t(newcomer)].id = std::min(newcomers[size_t(newcomer)].id, id);
     }
   }
-  missing.resize(unknown);
-  std::sort(newcomers.begin(), newcomers.end(),
-            [](const Newcomer& a, const Newcomer& b) { return a.bucket != b.bucket ? a.bucket < b.bucket : a.id < b.id; });
-  newcomers.erase(std::unique(newcomers.begin(), newcomers.end(),
-                              [](const Newcomer& a, const Newcomer& b) { return a.bucket == b.bucket; }),
-                  newcomers.end());
   for (Newcomer& newcomer : newcomers) {
     float least = 0;
     for (int64_t k = newcomer.bucket * kWays; k < (newcomer.bucket + 1) * kWays; ++k) {
@@ -202,12 +220,12 @@ UNEQUAL_API int uq_narrow_follow(int64_t* keys, float* utilities, int32_t* stamp
     stamps[newcomer.way] = step;
     std::fill(utilities + newcomer.way * each, utilities + (newcomer.way + 1) * each, 0.0f);
   }
-  for (const int64_t i : missing) {
-    const int64_t bucket = int64_t(spread_over(ids[i], uint64_t(buckets)));
-    const auto newcomer = std::lower_bound(newcomers.begin(), newcomers.end(), bucket,
-                                           [](const Newcomer& a, int64_t b) { return a.bucket < b; });
-    if (newcomer->id == ids[i] && newcomer->way >= 0) slots[i] = newcomer->way << class_bits;
+  for (const Unknown& lookup : unknown) {
+    const Newcomer& newcomer = newcomers[size_t(newcomer_of[size_t(lookup.bucket)])];
+    if (newcomer.id == ids[lookup.at] && newcomer.way >= 0) slots[lookup.at] = newcomer.way << class_bits;
   }
+  for (const Newcomer& newcomer : newcomers) newcomer_of[size_t(newcomer.bucket)] = -1;
+  newcomers.clear();
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;

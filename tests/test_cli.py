@@ -113,6 +113,7 @@ def test_the_default_recipe_in_small(tmp_path: Path) -> None:
     result = call("train", "default", *[part for setting in small for part in ("--set", setting)])
     assert result.exit_code == 0, result.output
     assert "generating 3,000 rows" in result.output and "run: runs/default-1" in result.output
+    assert "values kept" in result.output and "instead of 5.2 MB" in " ".join(result.output.split())
     again = call("train", "default", *[part for setting in small for part in ("--set", setting)])
     assert "generating" not in again.output and "run: runs/default-2" in again.output
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ("allocator", "errors", "toml", "batch", "tables", "optim", "schedule", "tensorfile")
+BASE = ("allocator", "errors", "toml", "batch", "tables", "optim", "schedule", "tensorfile", "exported")
 ORDER = (
     BASE, ("kernels",), ("data",), ("storage",), ("width",), ("stats",), ("plan",), ("exchange",), ("embeddings",), ("models",),
     ("train",),

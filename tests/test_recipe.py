@@ -1,14 +1,18 @@
 """Recipes: what a file means, and what is said about one that is wrong."""
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from unequal.data.generate import cardinalities
 from unequal.errors import UserError
 from unequal.recipe import apply_override, build_embeddings, build_tables, load_recipe, load_run, parse_recipe
+from unequal.train.width_config import WidthConfig
+from unequal.width import Width
 
 GOOD = """
 [data]
@@ -232,4 +236,77 @@ def test_the_examples_are_valid(example: Path) -> None:
 
 
 def test_the_default_recipe_is_packaged() -> None:
-    assert load_recipe("default").data.generate is not None
+    recipe = load_recipe("default")
+    assert recipe.data.generate is not None and recipe.width is not None
+    ids = dict(zip([*recipe.data.categorical[:-1], "items"], cardinalities(recipe.data.generate), strict=True))
+    assert {name: table.rows for name, table in recipe.tables.named.items()} == ids, "every table has a row for each id"
+
+
+WIDTH = [
+    "width.budget=25%",
+    "tables.admit_after=1",
+    *(f"tables.{name}.rows=100" for name in ("user", "city", "genres")),
+]
+
+
+def test_a_width_arrives(file: Path, tmp_path: Path) -> None:
+    assert load_recipe(file).width is None and "[width]" not in load_recipe(file).to_toml()
+    recipe = load_recipe(file, [*WIDTH, "width.tables.item='2 MB'", "width.every=7", "width.policy=fiited"])
+    width = build_embeddings(recipe).width
+    assert width is not None and (width.every, width.policy) == (7, "fiited")
+    assert width.common.share == 0.25 and width.budget_of("item").size == 2_000_000
+    copy = tmp_path / "copy.toml"
+    copy.write_text(recipe.to_toml())
+    assert load_recipe(copy) == recipe
+    assert recipe.hash() != load_recipe(file, WIDTH).hash()
+    assert load_recipe(file, WIDTH).hash() == load_recipe(file, [*WIDTH, "width.tolerance=0.5"]).hash()
+
+
+def test_every_field_of_a_width_is_one_of_a_recipe() -> None:
+    own = {f.name: f.default for f in fields(Width)}
+    found = {f.name: f.default for f in fields(WidthConfig)}
+    assert own == {name: found[name] for name in own}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("width.budgt=10%", "width.budgt: expected a field of [width], got 'budgt'; did you mean 'budget'?"),
+        ("width.budget=ten", "width.budget: expected a share like '10%', a size like '2 GB', or 'auto', got 'ten'"),
+        ("width.budget=120%", "width.budget: expected more than 0% and at most 100%, got '120%'"),
+        ("width.budget=0.001%", "width.budget: expected at least"),
+        ("width.budget=[1]", "width.budget: expected a string or a number, got [1]"),
+        ("width.policy=waterfilling", "got 'waterfilling'; did you mean 'water-filling'?"),
+        ("width.chunk=3", "width.chunk for table 'user': expected a divisor of its dim 8: one of [1, 2, 4, 8], got 3"),
+        ("width.every=0", "width.every: expected 1 or more steps, got 0"),
+        ("width.every=often", "width.every: expected an integer, got 'often'"),
+        ("width.most=2", "width.most: expected more than 0, at most 1, got 2"),
+        ("width.start=empty", "width.start: expected 'small' or 'full', got 'empty'"),
+        ("width.tolerance=-1", "width.tolerance: expected a share of the loss, 0 or more, got -1"),
+        ("width.auto_steps=-1", "width.auto_steps: expected 0 or more, got -1"),
+        ("width.tables.items=10%", "width.tables.items: expected a table of the recipe, got 'items'; did you mean 'item'?"),
+        ("width.tables.item=auto", "only the common budget may be \"auto\""),
+        ("tables.city.sharding=data_parallel", "tables.city.sharding: expected one of auto, table_wise, row_wise"),
+        ("tables.user.rows=none", "width.budget: expected a size like '2 GB': table 'user' has unbounded ids"),
+    ],
+)  # fmt: skip
+def test_a_wrong_width_is_answered_in_one_line(file: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(file, [*WIDTH, override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_width_and_rows_that_rare_ids_share(file: Path) -> None:
+    with pytest.raises(UserError, match=r"width: expected no such section where table 'user' has admit_after = 2"):
+        load_recipe(file, ["width.budget=2 MB"])
+
+
+def test_a_run_goes_on_with_the_budget_that_was_found(file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(load_recipe(file, [*WIDTH, "width.budget=12.5%"]).to_toml())
+    again = load_run(run, file, [*WIDTH, "width.budget=auto", "width.tolerance=0.1"])
+    assert again.width is not None and again.width.budget == "12.5%"
+    with pytest.raises(UserError, match=r"^width.budget: expected '12.5%' as in the run"):
+        load_run(run, file, [*WIDTH, "width.budget=50%"])

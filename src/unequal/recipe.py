@@ -15,7 +15,7 @@ from .data.config import DataConfig
 from .errors import RecipeError, UserError, nearest
 from .models import ModelConfig
 from .toml import NOTHING, convert, parse
-from .train.build import build_embeddings, build_tables
+from .train.build import build_embeddings, build_tables, check_width
 from .train.config import (
     ExchangeConfig,
     OptimizerConfig,
@@ -28,6 +28,7 @@ from .train.config import (
     flatten,
 )
 from .train.run import RECIPE
+from .train.width_config import WidthConfig
 
 __all__ = ["Recipe", "build_embeddings", "build_tables", "load_recipe", "load_run", "parse_recipe"]
 
@@ -54,6 +55,8 @@ FREE_ON_RESUME = {
     "tiers.every",
     "tiers.most",
     "tiers.check",
+    "width.tolerance",
+    "width.auto_steps",
 }
 FREE_OF_A_TABLE = (".sharding", ".expected_rows")
 SECTIONS = {
@@ -63,6 +66,7 @@ SECTIONS = {
     "schedule": ScheduleConfig,
     "exchange": ExchangeConfig,
     "tiers": TiersConfig,
+    "width": WidthConfig,
     "run": RunConfig,
 }
 
@@ -94,6 +98,9 @@ def load_run(run: Path, recipe: Path | str | None = None, overrides: Sequence[st
     chosen = load_recipe(own if recipe is None else recipe, overrides)
     if chosen.schedule.total_steps is None:
         chosen = replace(chosen, schedule=replace(chosen.schedule, total_steps=original.schedule.total_steps))
+    if chosen.width is not None and chosen.width.searches:  # what was found by then, which may be none
+        found = None if original.width is None else replace(chosen.width, budget=original.width.budget)
+        chosen = replace(chosen, width=found)
     before, after = flatten(original.to_mapping()), flatten(chosen.to_mapping())
     for field in dict.fromkeys([*before, *after]):
         if not _is_free(field) and not _same(before.get(field), after.get(field)):
@@ -141,7 +148,9 @@ def parse_recipe(mapping: Mapping[str, Any], *, name: str = "recipe", root: Path
     parts["pooling"] = convert(dict[str, str], mapping.get("pooling", {}), "pooling")
     data: DataConfig = parts["data"]
     parts["data"] = replace(data, files=tuple(_absolute(file, root) for file in data.files))
-    return Recipe(**parts, name=name, root=root)
+    recipe = Recipe(**parts, name=name, root=root)
+    check_width(recipe)
+    return recipe
 
 
 def _absolute(file: str, root: Path) -> str:

@@ -217,13 +217,22 @@ class TensorFile:
         self._fill(self.header.data + start, _bytes_of(out))
         return out
 
-    def gather(self, name: str, rows: Tensor) -> Tensor:
-        """These rows of a tensor; their numbers ascend. Neighbours are read together, what lies far between is not."""
+    def gather(self, name: str, rows: Tensor, start: int = 0, width: int | None = None) -> Tensor:
+        """These rows of a tensor; their numbers ascend. Neighbours are read together, what lies far between is not. With a width,
+        a flat tensor's values from `start` on are taken for rows of so many."""
         self.known([name])
         entry = self.header.entries[name]
-        row_bytes = max(1, prod(entry.shape[1:]) * entry.dtype.itemsize)
+        shape = entry.shape[1:] if width is None else (width,)
+        row_bytes = max(1, prod(shape) * entry.dtype.itemsize)
         numbers = rows.numpy()
-        out = torch.empty((len(numbers), *entry.shape[1:]), dtype=entry.dtype)
+        out = torch.empty((len(numbers), *shape), dtype=entry.dtype)
+
+        def read(first: int, last: int, into: Tensor | None) -> Tensor:
+            if width is None:
+                return self.read(name, first, last, into)
+            flat = None if into is None else into.view(-1)
+            return self.read(name, start + first * width, start + last * width, flat).view(-1, width)
+
         apart = (np.flatnonzero(np.diff(numbers) > max(1, BLOCK // row_bytes)) + 1).tolist()
         for begin, end in pairwise([0, *apart, len(numbers)]):
             while begin < end:
@@ -232,9 +241,9 @@ class TensorFile:
                 stop = begin + int(np.searchsorted(numbers[begin:end], limit))
                 last = int(numbers[stop - 1]) + 1
                 if last - first == stop - begin:
-                    self.read(name, first, last, out[begin:stop])
+                    read(first, last, out[begin:stop])
                 else:
-                    out[begin:stop] = self.read(name, first, last)[rows[begin:stop] - first]
+                    out[begin:stop] = read(first, last, None)[rows[begin:stop] - first]
                 begin = stop
         return out
 

@@ -157,3 +157,17 @@ def test_kill_nine(shared_clicks: Path, tmp_path: Path, uninterrupted: Path, whe
     assert checkpoint.list_steps(run / "checkpoints")[-1] == 30
     train(load_run(run), resume=run, progress=False)
     assert_same_end(uninterrupted, run)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_cut_run_with_a_width_budget_ends_the_same(
+    shared_clicks: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [*SETTINGS, "width.budget=12 KB", "width.every=8", f"tables.dtype={dtype}"]
+    train(load_recipe(shared_clicks, [*settings, f"run.folder={tmp_path / 'whole'}"]), progress=False)
+    run = tmp_path / "cut"
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        cut_after(27, patch)  # the last checkpoint lies between two rounds
+        train(load_recipe(shared_clicks, [*settings, f"run.folder={run}"]), progress=False)
+    train(load_run(run), resume=run, progress=False)
+    assert_same_end(tmp_path / "whole", run)

@@ -79,7 +79,9 @@ def test_wider_rows_agree_with_reference(monkeypatch, policy, dim, dtype):
     monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
     expected = embeddings(width, dtype=dtype, dim=dim)
     for found, wanted in zip(train(own, batches(6)), train(expected, batches(6)), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4 if dtype == "fp32" else 2e-2, atol=1e-5 if dtype == "fp32" else 2e-2)
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-4 if dtype == "fp32" else 2e-2, atol=1e-5 if dtype == "fp32" else 2e-2
+        )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -202,6 +204,15 @@ def test_a_round_without_memory_changes_nothing(monkeypatch):
         {k: v for k, v in after.items() if "utilit" not in k}, {k: v for k, v in before.items() if "utilit" not in k}
     )
     train(module, batches(4, seed=3))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrong", [-1, 60])
+def test_an_id_outside_the_table_is_refused(wrong, training):
+    module = embeddings(uq.Width(budget="30%")).train(training)
+    lengths = torch.cat([torch.zeros(2), torch.tensor([1.0, 2.0]), torch.zeros(2)]).long()
+    with pytest.raises(uq.DataError, match=rf"feature 'b', sample 1 of the batch: id {wrong} is not in \[0, 60\)"):
+        module(uq.Batch(("a", "b", "c"), torch.tensor([3, 4, wrong]), lengths))
 
 
 def test_chunks():

@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..train import lifeline
 from .calibrate import calibrate as calibrate_command
 from .errors import ask_for_traceback, one_line_errors, stoppable
+from .export import export as export_command
 from .launch import LAUNCHED, launch
 from .plan import plan as plan_command
 from .profile import profile as profile_command
@@ -35,6 +36,7 @@ app.command("plan")(plan_command)
 app.command("profile")(profile_command)
 app.command("simulate")(simulate_command)
 app.command("calibrate")(calibrate_command)
+app.command("export")(export_command)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
 Where = Annotated[

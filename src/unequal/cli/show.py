@@ -38,8 +38,11 @@ def show_report(report: Report) -> None:
     table.add_section()
     table.add_row("samples/s", f"{report.samples_per_second:,.0f}")
     table.add_row("embedding memory", size(sum(report.embedding_bytes.values())))
+    if report.width.get("full_bytes"):
+        table.add_row("  of whole tables", size(report.width["full_bytes"]))
     for kind, amount in report.embedding_bytes.items():
-        table.add_row(f"  {kind}", size(amount))
+        more = ", utilities" if report.width and kind == "directory" else ""
+        table.add_row(f"  {kind}{more}", size(amount))
     of_a_rank = " of a rank" if report.world > 1 else ""
     if of_a_rank:
         table.add_row("  most of a rank", size(report.embedding_bytes_per_rank))
@@ -47,6 +50,10 @@ def show_report(report: Report) -> None:
     if report.peak_device_memory_bytes is not None:
         table.add_row(f"peak device memory{of_a_rank}", size(report.peak_device_memory_bytes))
     table.add_row("device", report.device)
+    if report.width:
+        table.add_section()
+        for words, value in width_rows(report.width):
+            table.add_row(words, value)
     if of_a_rank:
         table.add_section()
         nodes = report.world // report.ranks_per_node
@@ -56,7 +63,7 @@ def show_report(report: Report) -> None:
             table.add_row("  of the time", f"{report.exchange['time_share']:.0%}")
     console = Console()
     console.print(table)
-    for line in explanation(report):
+    for line in [*width_lines(report.width), *explanation(report)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for part, causes in report.dropped.items():
         for cause, count in causes.items():
@@ -88,6 +95,54 @@ def explanation(report: Report) -> list[str]:
         lines.append(
             f"no rank holds more than {size(report.embedding_bytes_per_rank)} of the {size(held)} that tables take on all ranks"
         )
+    return lines
+
+
+def width_rows(width: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a budget came to, in numbers."""
+    rows = [("values kept", f"{width['values']:,}")]
+    if "kept" in width:
+        rows = [
+            ("values kept", f"{width['kept']:.1%}"),
+            ("smaller by, values alone", f"{width['gross_compression']:.1f}×"),
+            ("smaller by, all bytes", f"{width['net_compression']:.1f}×"),
+        ]
+    live = f"{width['live_rows']:,}"
+    rows.append(("rows that live", live if width["full_rows"] is None else f"{live} of {width['full_rows']:,}"))
+    rows.append(("  mean width of these", f"{width['mean_width']:.0%}"))
+    rows.append(("rounds", f"{width['rounds']:,}"))
+    if width["rounds"]:
+        rows += [("  values pruned", f"{width['pruned']:,}"), ("  values regained", f"{width['regained']:,}")]
+    if width["failed_rounds"]:
+        rows.append(("  without memory", f"{width['failed_rounds']:,}"))
+    return rows
+
+
+def width_lines(width: Mapping[str, Any]) -> list[str]:
+    """The same in plain words."""
+    if not width:
+        return []
+    lines = []
+    if width.get("search"):
+        tried = [
+            f"{entry['budget']} {entry['loss']:.4f} ({entry['change']:+.2%}{'' if entry['holds'] else ', too much'})"
+            for entry in width["search"]
+        ]
+        lines.append(f"budgets that were tried, with their validation loss: {'; '.join(tried)}")
+    held = size(width["bytes"])
+    if "kept" not in width:
+        words = f"the tables take {held}, with optimizer state, directory and all that is followed"
+        if width["budget_bytes"] is not None and not width["table_budgets"]:
+            over = width["bytes"] / width["budget_bytes"]
+            words += f", of a budget of {size(width['budget_bytes'])}" + (f", {over:.1f}× as much" if over > 1 else "")
+        return [*lines, f"{words}; how large whole ones would be is not known, as ids are unbounded"]
+    net, full = width["net_compression"], size(width["full_bytes"])
+    lines.append(
+        f"the tables take {held} instead of {full}, {net:.1f}× less with optimizer state, directory and all that is followed: "
+        f"{width['kept']:.1%} of the values are kept, by the policy {width['policy']}"
+    )
+    if net < 1:
+        lines.append("that is more than whole tables take: they are too small for a budget to pay")
     return lines
 
 

@@ -19,6 +19,7 @@ from ..schedule import Schedule
 from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
 from ..storage.narrow import Narrowing, NarrowStorage
+from ..storage.narrow_device import DeviceLocator
 from ..tables import Feature, Table
 from ..width import RoundReport, Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
@@ -111,7 +112,7 @@ class Embeddings(nn.Module):
         """of every table: its own, or the module's"""
         self._kernels = backend("cpu" if self.device.type == "meta" else self.device)
         self.width = width
-        self._rounds = None if width is None else Rounds(width, self.tables, self.optimizers)
+        self._rounds = None if width is None else self._make_rounds(width)
         self._storages = {} if self.device.type == "meta" else self._make_storages()
         if self._rounds is not None:
             self._rounds.attach(self._narrow_storages())
@@ -126,6 +127,7 @@ class Embeddings(nn.Module):
             [f for f, spec in enumerate(self._spec_list) if spec.table == t] for t in range(len(self.tables))
         ]
         self._outputs = OutputPool()
+        self._locator: DeviceLocator | None = None
         # Autograd calls backward only for a graph that ends in something that wants a gradient.
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._known_order: tuple[str, ...] = ()
@@ -142,6 +144,9 @@ class Embeddings(nn.Module):
             }
         except torch.OutOfMemoryError:
             raise out_of_memory(self.device, sizes, "while the tables were made") from None
+
+    def _make_rounds(self, width: Width) -> Rounds:
+        return Rounds(width, self.tables, self.optimizers)
 
     def _narrowing(self, table: str) -> Narrowing | None:
         return None if self._rounds is None else self._rounds.how[table]
@@ -193,6 +198,7 @@ class Embeddings(nn.Module):
                 raise out_of_memory(device, self._sizes(), "while the tables were moved there") from None
             self.device, self._kernels = device, kernels
             self._side = DeviceSide(device, len(self.features)) if kernels.on_device else None
+            self._locator = None
             self._anchor = torch.zeros(0, device=device, requires_grad=True)
             self._spec_list = FeatureSpecs(self._specs.values())
             self.step = step
@@ -276,6 +282,14 @@ class Embeddings(nn.Module):
     def _locate(self, request: Request, insert: bool) -> None:
         """Resolves ids to slots for the tables where the two differ."""
         request.generation = self._generation
+        if self._side is not None and self._rounds is not None:
+            if self._locator is None:
+                self._locator = DeviceLocator(self._narrow_storages().values())
+            try:
+                request.slots = self._locator.locate(request, insert, self._side.wrong)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(self.device, self._sizes(), "while rows were added") from None
+            return
         # The kernels for GPUs read slots only, so that they hold the ids of the other tables, too.
         request.slots = request.ids.clone() if self._side is not None else torch.empty_like(request.ids)
         for t, storage in enumerate(self._storages.values()):
@@ -283,6 +297,12 @@ class Embeddings(nn.Module):
                 continue
             # All of a table's ids at once: admission counts a step's reads before it looks them up.
             spans = [slice(int(request.starts[f]), int(request.ends[f])) for f in self._readers[t]]
+            if storage.table.rows is not None:
+                for f, span in zip(self._readers[t], spans):
+                    self._refuse_outside(request, f, request.ids[span], storage.table.rows)
+            if len(spans) == 1 and isinstance(storage, NarrowStorage):
+                storage.locate(request.ids[spans[0]], insert, out=request.slots[spans[0]])
+                continue
             if len(spans) == 1:
                 request.slots[spans[0]] = storage.locate(request.ids[spans[0]], insert)
                 continue
@@ -345,6 +365,17 @@ class Embeddings(nn.Module):
         sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
         raise DataError(self._wrong_id(request.features[f].name, sample, int(request.slots_of(f)[place])))
 
+    def _refuse_outside(self, request: Request, f: int, ids: Tensor, rows: int) -> None:
+        """Ids of a table with a fixed number of rows that go through a directory, which knows any id."""
+        if not ids.numel():
+            return
+        least, most = ids.aminmax()
+        if int(least) >= 0 and int(most) < rows:
+            return
+        place = int(((ids < 0) | (ids >= rows)).nonzero()[0, 0])
+        sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
+        raise DataError(self._wrong_id(request.features[f].name, sample, int(ids[place])))
+
     def _wrong_id(self, feature: str, sample: int, id_: int) -> str:
         table = self.features[feature].table
         return (
@@ -402,6 +433,17 @@ class Embeddings(nn.Module):
         """Every table's storage and which part of the table it is: here the whole."""
         return [(Shard(name, 0, storage.table.dim, 0, 1, 0), storage) for name, storage in self._storages.items()]
 
+    def tables_filled(self, purses: Mapping[str, float] | None = None) -> None:
+        """To be called where rows were put into the tables from outside: what a width budget leaves for new ones is counted anew,
+        or is what it was. `purses`: by table. All ranks call it."""
+        if self._rounds is None:
+            return
+        self._generation += 1
+        self._rounds.attach(self._narrow_storages(), self.step)
+        if purses is not None:
+            for group in self._rounds.groups:
+                group.purse.left = purses[group.tables[0]]
+
     def memory(self) -> dict[str, int]:
         """Bytes of weights, optimizer state and directories over all tables."""
         parts = [storage.memory() for storage in self._storages.values()]
@@ -437,13 +479,11 @@ class Embeddings(nn.Module):
                 storage.load(parts)
             except CheckpointError as error:
                 errors.append(str(error))
-        if self._rounds is not None:
-            self._generation += 1
-            self._rounds.attach(self._narrow_storages())
         if f"{prefix}step" in state:
             self.step = int(state[f"{prefix}step"])
         else:
             missing.append(f"{prefix}step")
+        self.tables_filled()
         if strict:
             unexpected += [key for key in state if key.startswith(prefix) and key not in known]
 

@@ -20,12 +20,13 @@ from ..exchange.hop import Routed
 from ..exchange.mesh import Ints
 from ..exchange.rare import share_rare
 from ..exchange.rows import Journey, matrix_rows, read
+from ..exchange.sums import Delivered
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
 from .spread import Entries, Part, Step
-from .tiered import TieredTables
+from .widths import TablesOfWidth
 
 
-class ShardedEmbeddings(TieredTables):
+class ShardedEmbeddings(TablesOfWidth):
     """`Embeddings` of which every rank holds a part. All ranks call forward and backward the same number of times; a rank without
     samples gives an empty batch. Gradients are averaged over the ranks, as torch's DistributedDataParallel does."""
 
@@ -35,6 +36,7 @@ class ShardedEmbeddings(TieredTables):
         weights = self._check(batch)
         self._bring_copies()
         step = Step(batch, weights, insert, by_sums=weights is None and self._sum_exchange is not None)
+        step.generation = self._generation
         with self._timed("unique"):
             self._watch_drift(step)
             problem = self._make_unique(step)
@@ -84,20 +86,28 @@ class ShardedEmbeddings(TieredTables):
                 piece = self._wire[p]
                 # Replicas are read where they are; only training tells the others what it will update.
                 if problem is None and piece.table in self.copies:
-                    distinct[k] = step.routed.get(p)
+                    distinct[k], counts[k] = step.routed.get(p), step.rest_counts.get(p)
                 elif problem is None and (step.insert or not piece.replicated):
                     distinct[k], counts[k] = step.distinct.get(piece.table), step.counts.get(piece.table)
             journey = part.exchange.ask(distinct, counts, header)
             self._agree(journey.headers, problem, step)
-            with self._timed("locate"):
-                journey.slots = part.owner.locate(journey.asked[-1], step.insert)
             step.journeys.append(journey)
-        if step.by_sums and self._sum_exchange is not None:
+        delivered: Delivered | None = None
+        exchange = self._sum_exchange if step.by_sums else None
+        if exchange is not None:
             with self._timed("bags"):
                 parts = {name: step.batch[name] for name in self.features}
                 ids, lengths = ({n: getattr(part, what) for n, part in parts.items()} for what in ("values", "lengths"))
-                storages = [self._storages[self._name_of(*shard)] for shard in self._sum_exchange.tables]
-                step.bags = self._sum_exchange.ask(ids, lengths, step.size, storages, step.insert)
+                delivered = exchange.ask(ids, lengths, step.size)
+        with self._timed("locate"):
+            if self._rounds is not None and step.insert:
+                self._admit(step.journeys, delivered)
+            for part, journey in zip(self._exchanges, step.journeys):
+                journey.slots = part.owner.locate(journey.asked[-1], step.insert)
+            if exchange is not None and delivered is not None:
+                step.delivered = None if self._rounds is None else delivered
+                storages = [self._storages[self._name_of(*shard)] for shard in exchange.tables]
+                step.bags = exchange.locate(delivered, storages, step.insert)
 
     def _agree(self, headers: Ints, problem: str | None, step: Step) -> None:
         """All ranks refuse together, so that none waits for one that has stopped."""
@@ -195,13 +205,17 @@ class ShardedEmbeddings(TieredTables):
         pooled = None if pooled is None else pooled.float()
         flats = self._send_back(step, pooled, [None if part is None else part.float() for part in sequences])
         work: list[Gathered] = []
+        if step.generation != self._generation:
+            self._locate_again(step, flats)
         with self._timed("update"):
             for part, journey, flat in zip(self._exchanges, step.journeys, flats):
                 blocks, last = part.exchange.blocks, journey.asked[-1]
                 if journey.slots.numel():
-                    blocks.update(part.fused, part.owner.tables, journey.slots, last.received, flat, factor, self._step)
-                tables = [part.exchange.pieces[k].table for k in part.summed]
-                by_rows = [k for k, name in zip(part.summed, tables) if not (step.by_sums and name in self._summed)]
+                    reads = last.counts if self._by_reads else None
+                    tables = part.owner.tables
+                    blocks.update(part.fused, tables, journey.slots, last.received, flat, factor, self._step, reads)
+                names = [part.exchange.pieces[k].table for k in part.summed]
+                by_rows = [k for k, name in zip(part.summed, names) if not (step.by_sums and name in self._summed)]
                 work += [self._gather_rows(part, journey, flat, k) for k in by_rows]
         bags, exchange = step.bags, self._sum_exchange
         if bags is not None and exchange is not None:
@@ -216,6 +230,9 @@ class ShardedEmbeddings(TieredTables):
             self._update_gathered(work, factor)
             self._push_updated(step)
         self._step += 1
+        if self._rounds is not None:
+            with self._timed("round"):
+                self._round(self._rounds)
 
     def _update_gathered(self, work: list[Gathered], factor: float) -> None:
         order = self._numbers

@@ -46,10 +46,15 @@ def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
     for shard, storage in sharded.shard_storages():
         storage.load(cut(whole[shard.table].state(), shard, embeddings.tables[shard.table].rows is None))
     sharded.step = embeddings.step
+    hows = {name: embeddings._narrowing(name) for name in embeddings.tables}
+    sharded.tables_filled({name: how.purse.left for name, how in hows.items() if how is not None})
 
 
 def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:
     """Of a whole table's state, as `Storage.state` gives it, what belongs to a shard."""
+
+    if "widths" in state:
+        return _cut_narrow(state, shard, hashed)
 
     def columns(tensor: Tensor) -> Tensor:
         return tensor[:, shard.first : shard.last] if tensor.dim() == 2 else tensor
@@ -67,3 +72,15 @@ def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Te
     numbers = slots.clone()
     numbers[live] = torch.arange(shared, shared + int(live.sum()), device=slots.device)
     return {**moved, "ids": ids, "slots": numbers}
+
+
+def _cut_narrow(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:
+    """Of rows of different width: their values lie one after the other."""
+    mine = part_of(state["ids"], shard.parts, hashed) == shard.part
+    followed = part_of(state["candidates"], shard.parts, hashed) == shard.part
+    values = mine.repeat_interleave(state["widths"])
+    found = {}
+    for name, tensor in state.items():
+        chosen = followed if name.startswith("candidate") else values if tensor.shape[0] == values.numel() else mine
+        found[name] = tensor[chosen]
+    return found

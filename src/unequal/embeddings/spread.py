@@ -18,11 +18,15 @@ from ..exchange.hop import GLOBAL, NODE, REPLICATED, Routed, WirePiece
 from ..exchange.mesh import Ints, Mesh
 from ..exchange.push import Push
 from ..exchange.rows import Journey, Owner, RowExchange
-from ..exchange.sums import Bagged, Bags, SumExchange
+from ..exchange.sums import Bagged, Bags, Delivered, SumExchange
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
-from ..plan.placement import Placement, Shard
+from ..plan.placement import WHOLE_ROWS, Placement, Shard
 from ..storage import Storage, make_shard
-from ..storage.copies import Copies
+from ..storage.copies import Copies, NarrowCopies
+from ..storage.narrow import NarrowStorage
+from ..storage.shards import NarrowShard
+from ..width import Rounds, Width
+from ..width.policy import READS
 from .device import out_of_memory
 from .drift import Drift, Watch
 from .module import Embeddings, exact_device
@@ -46,10 +50,16 @@ class Step:
     counts: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor | Routed] = field(default_factory=dict)
     """per piece of a table with tiers: what it is asked for"""
+    rest_counts: dict[int, Tensor] = field(default_factory=dict)
+    """how often, where that is not in it"""
     orders: dict[str, Tensor] = field(default_factory=dict)
     """per table with tiers: its distinct ids by tier"""
     moves: int = 0
     """how often rows had moved between tiers when they were"""
+    generation: int = 0
+    """of the owners' slots: they mean nothing once rows have been laid out anew"""
+    delivered: Delivered | None = None
+    """what `bags` were made of, where slots can change"""
     journeys: list[Journey] = field(default_factory=list)
     places: dict[int, Tensor | None] = field(default_factory=dict)
     """per piece: of each distinct id of its table the place of its row among all that came"""
@@ -89,6 +99,16 @@ class Part:
     """pieces held here whose rows are not: their gradients are gathered first"""
 
 
+def check_width(placement: Placement) -> None:
+    """Rows of different width stay in one piece, and each has one owner."""
+    for name, placed in placement.tables.items():
+        if len(placed.pieces) > 1 or placed.kind == "data_parallel":
+            raise UserError(
+                f"table '{name}' is placed {placed.kind}, but with a width budget its rows differ in width: expected whole rows "
+                f"with one owner each; place it by {', '.join(WHOLE_ROWS)} or tiers"
+            )
+
+
 class SpreadTables(Embeddings):
     """Every rank's shards of the tables, and how they are asked for. What a step does with them: sharded.py."""
 
@@ -102,12 +122,14 @@ class SpreadTables(Embeddings):
                 f"the plan is for {placement.world} ranks, {placement.ranks_per_node} on a node; the job has {mesh.world}, "
                 f"{mesh.ranks_per_node} on a node; plan it for this job"
             )
+        if source.width is not None:
+            check_width(placement)
         self.placement, self.mesh = placement, mesh
         self.timing: dict[str, float] | None = {} if timing else None
         """seconds spent per kind of work, where asked for"""
         super().__init__(
             source.features, optimizer=source.optimizer, schedule=source.schedule, seed=source.seed, device=device,
-            output_dtype=source.output_dtype,
+            output_dtype=source.output_dtype, width=source.width,
         )  # fmt: skip
         self._side = None
         self._choose_ways()
@@ -116,6 +138,8 @@ class SpreadTables(Embeddings):
         watched = self.copies and drift is not None and drift.mode != "off"
         self._watch = Watch(drift, self.copies, mesh) if watched and drift is not None else None
         self._watched, self._moves = -1, 0
+        self._loaded = False
+        """whether rows were loaded since the last step"""
         self._wire, self._pieces_of, self._tier_pieces = self._lay_out_pieces()
         self._build_exchange()
         self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
@@ -130,7 +154,7 @@ class SpreadTables(Embeddings):
             try:
                 storages[name] = make_shard(
                     table, shard.first, shard.last, shard.part, shard.parts, self.optimizers[shard.table], self.seed,
-                    self._kernels, self.device,
+                    self._kernels, self.device, self._narrowing(shard.table),
                 )  # fmt: skip
             except torch.OutOfMemoryError:
                 sizes = {shard.table: (table, 0)}
@@ -138,8 +162,23 @@ class SpreadTables(Embeddings):
             self._shards[name] = shard
         return storages
 
+    def _make_rounds(self, width: Width) -> Rounds:
+        shares = dict.fromkeys(self.tables, 0.0)
+        for shard in self.placement.shards(self.mesh.rank):
+            shares[shard.table] = 1 / shard.parts
+        return Rounds(width, self.tables, self.optimizers, self.mesh.total, self.mesh.world, shares)
+
+    def _narrow_storages(self) -> dict[str, NarrowStorage]:
+        return dict(self._narrow_shards())
+
+    def _narrow_shards(self) -> dict[str, NarrowShard]:
+        """By table: what this rank has of it, where rows differ in width."""
+        parts = ((self._shards[name].table, storage) for name, storage in self._storages.items())
+        return {table: storage for table, storage in parts if isinstance(storage, NarrowShard)}
+
     def _make_copies(self) -> dict[str, Copies]:
-        mesh, made = self.mesh, {}
+        mesh = self.mesh
+        made: dict[str, Copies] = {}
         for name, table in self.tables.items():
             tiers = self.placement.tables[name].tiers
             if tiers is None or mesh.world == 1:
@@ -147,11 +186,16 @@ class SpreadTables(Embeddings):
             # On one node a row that every node has is on its owner.
             node = tiers.node if mesh.nodes > 1 else tiers.node[:0]
             replicated, near = torch.from_numpy(tiers.replicated.copy()), torch.from_numpy(node.copy())
+            where: dict[str, Any] = {
+                "rank": mesh.rank, "world": mesh.world, "ranks_per_node": mesh.ranks_per_node, "kernels": self._kernels,
+                "device": self.device,
+            }  # fmt: skip
+            how = self._narrowing(name)
             try:
-                made[name] = Copies(
-                    table, replicated, near, rank=mesh.rank, world=mesh.world, ranks_per_node=mesh.ranks_per_node,
-                    kernels=self._kernels, device=self.device,
-                )  # fmt: skip
+                if how is None:
+                    made[name] = Copies(table, replicated, near, **where)
+                else:
+                    made[name] = NarrowCopies(table, replicated, near, how=how, **where)
             except torch.OutOfMemoryError:
                 raise out_of_memory(self.device, {name: (table, 0)}, "while copies of its rows were made") from None
         return made
@@ -160,10 +204,11 @@ class SpreadTables(Embeddings):
         wire: list[WirePiece] = []
         pieces_of: dict[str, list[int]] = {}
         for name, table in self.tables.items():
-            placed = self.placement.tables[name]
+            placed, how = self.placement.tables[name], self._narrowing(name)
             for piece in placed.pieces:
                 pieces_of.setdefault(name, []).append(len(wire))
-                wire.append(WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel"))
+                whole = WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel")
+                wire.append(whole if how is None else replace(whole, chunk=how.chunk, masked=how.masked))
         tiers = {}
         for name in self.copies:
             whole = wire[pieces_of[name][0]]
@@ -177,7 +222,10 @@ class SpreadTables(Embeddings):
 
     def _build_exchange(self) -> None:
         placement, mesh = self.placement, self.mesh
-        counted = any(table.admit_after > 1 for table in self.tables.values())
+        self._by_reads = self._rounds is not None and bool(self._rounds.policy.kind & READS)
+        """whether owners must learn how often rows were read"""
+        counted = self._by_reads or any(table.admit_after > 1 for table in self.tables.values())
+        norms = self.width is not None and self.width.gradients == "norms"
         codecs: dict[str, Any] = {"forward_codec": placement.forward_codec, "backward_codec": placement.backward_codec}
         spread = [p for p, piece in enumerate(self._wire) if not piece.replicated and piece.tier == GLOBAL]
         tiers = [p for p, piece in enumerate(self._wire) if piece.tier != GLOBAL]
@@ -195,8 +243,9 @@ class SpreadTables(Embeddings):
         for numbers, hops in groups:
             pieces = [self._wire[p] for p in numbers]
             exchange = RowExchange(
-                mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, copies=self.copies, **codecs
-            )
+                mesh, pieces, self._kernels, self.device, two_hops=hops, counted=counted, copies=self.copies, norms=norms,
+                **codecs,
+            )  # fmt: skip
             storages = {k: self._storage_of(numbers[k]) for k in exchange.blocks.held}
             owner = Owner(exchange.blocks, storages)
             summed = [k for k in exchange.blocks.held if exchange.pieces[k].table in self._statistics | self._rare]
@@ -227,6 +276,7 @@ class SpreadTables(Embeddings):
             name
             for name, table in self.tables.items()
             if table.admit_after > 1
+            and self._rounds is None
             and placed[name].kind != "data_parallel"
             and any(len(piece.ranks) > 1 for piece in placed[name].pieces)
         }

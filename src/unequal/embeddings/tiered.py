@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class TieredTables(SpreadTables):
     def step(self, step: int) -> None:
         Embeddings.step.fset(self, step)  # type: ignore[attr-defined]
         # It is set where rows were loaded.
-        self._stale = bool(self.copies)
+        self._stale, self._loaded = bool(self.copies), True
 
     # Forward
 
@@ -65,11 +65,15 @@ class TieredTables(SpreadTables):
             hashed = self.tables[name].rows is None
             order, sizes, _ = self._kernels.route(ids, copies.directory, copies.cuts, world, 1, size, hashed)
             by_tier = sizes.cpu().numpy()
-            parts = torch.split(ids[order], by_tier.sum(1).tolist())
-            replicated, node, rest = (Routed(part, sent) for part, sent in zip(parts, by_tier))
+            totals = by_tier.sum(1).tolist()
+            parts = torch.split(ids[order], totals)
+            counts = torch.split(step.counts[name][order], totals) if self._by_reads else [None] * len(parts)
+            replicated, node, rest = (Routed(*routed) for routed in zip(parts, by_tier, counts))
             own = self._pieces_of[name][0]
             step.routed |= dict(zip(self._tier_pieces[name], (replicated, node)))
             step.routed[own] = rest if together else rest.ids
+            if rest.counts is not None:
+                step.rest_counts[own] = rest.counts
             step.orders[name] = order
         step.moves = self._moves
 
@@ -103,10 +107,15 @@ class TieredTables(SpreadTables):
         for copies in self.copies.values():
             numbers = (copies.owners(copies.ids) == self.mesh.rank).nonzero()[:, 0]
             mine.append(numbers)
-        rounds = max(self.mesh.gather(max(-(-numbers.numel() // CHUNK) for numbers in mine)))
-        for turn in range(rounds):
+        self._send_rows(mine, insert=True)
+
+    def _send_rows(self, mine: Sequence[Tensor], insert: bool) -> None:
+        """Per tiered table: rows that this rank owns, to their copies, some at a time."""
+        assert self._push is not None
+        turns = max(self.mesh.gather(max(-(-numbers.numel() // CHUNK) for numbers in mine)))
+        for turn in range(turns):
             parts = [numbers[turn * CHUNK : (turn + 1) * CHUNK] for numbers in mine]
-            self._push.start([self._own_rows(name, part, True) for name, part in zip(self.copies, parts)])
+            self._push.start([self._own_rows(name, part, insert) for name, part in zip(self.copies, parts)])
         self._push.wait()
 
     def _own_rows(self, name: str, numbers: Tensor, insert: bool) -> tuple[Tensor, Tensor]:
@@ -160,8 +169,13 @@ class TieredTables(SpreadTables):
             numbers = torch.from_numpy(move.numbers if move is not None else np.empty(0, np.int64)).to(self.device)
             if move is not None and move.count:
                 copies.rename(numbers, torch.from_numpy(move.ids).to(self.device))
-            mine.append(self._own_rows(name, numbers[copies.owners(copies.ids[numbers]) == self.mesh.rank], True))
-        self._push.start(mine)
+            if self._rounds is None:
+                mine.append(self._own_rows(name, numbers[copies.owners(copies.ids[numbers]) == self.mesh.rank], True))
+        if self._rounds is None:
+            self._push.start(mine)
+        else:
+            self._stale = True
+            self._bring_copies()
 
     @property
     def tier_reports(self) -> dict[str, list[TierReport]]:
@@ -179,7 +193,7 @@ class TieredTables(SpreadTables):
         self.wait_for_copies()
         for name, copies in self.copies.items():
             mine = torch.zeros(copies.count, dtype=torch.int64, device=self.device)
-            mine[copies.held] = _checksums(copies.rows.weights[0][copies.slots[copies.held]])
+            mine[copies.held] = _checksums(copies.bits(copies.held.nonzero()[:, 0]))
             held, owners = copies.held.to(torch.int64), copies.owners(copies.ids)
             everyone = self.mesh.gather_tensors(torch.stack([mine, held])[None])
             sums, has = (torch.stack([part[0][k] for part in everyone]) for k in (0, 1))

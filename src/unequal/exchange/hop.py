@@ -7,7 +7,7 @@ counts, ids, rows and gradients of all tables are one collective each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..kernels import Backend
 from ..plan.placement import Codec, Piece, part_of
 from .codecs import DTYPES, decode, encode, wire_size
 from .mesh import Ints, Link
+from .narrow import NarrowWire, Run, chunks_with_values, fold
 
 REPLICATED, NODE, GLOBAL = 0, 1, 2
 """Tiers of a table, as routes number them: rows with a copy on every rank, rows with a copy in every node, and the others."""
@@ -30,6 +31,8 @@ class Routed:
     ids: Tensor
     sizes: Ints
     """[ranks of the link]"""
+    counts: Tensor | None = None
+    """how often each was read, where that is told"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,10 @@ class WirePiece:
     """every rank holds all of it: ids and gradients go to all, and no row travels"""
     tier: int = GLOBAL
     """which rows of the table it has"""
+    chunk: int = 0
+    """values of a chunk where rows differ in width; 0: all are whole"""
+    masked: bool = False
+    """whether they may have any chunks, or the first ones"""
 
     @property
     def width(self) -> int:
@@ -68,6 +75,10 @@ class Asked:
     """[ranks, pieces]: the place of each block's first row among those of its width"""
     near: dict[int, Tensor]
     """per piece whose rows are read where they are: its ids in the order of the message"""
+    live: dict[int, Tensor] = field(default_factory=dict)
+    """of rows of different width: how many chunks they have, as `answer` gives the rows; nothing where any chunks may live"""
+    answered: Tensor | None = None
+    """likewise of what this rank was asked for, in the order of `ids`, where gradients will come as narrow as the rows"""
 
 
 class Hop:
@@ -75,10 +86,11 @@ class Hop:
 
     def __init__(
         self, kernels: Backend, device: torch.device, link: Link, pieces: Sequence[WirePiece],
-        target: Callable[[int], int], counted: bool, near: int = REPLICATED,
+        target: Callable[[int], int], counted: bool, near: int = REPLICATED, norms: bool = False,
     ) -> None:  # fmt: skip
         """`target`: which place of the link answers for what a rank holds, or -1 for none. `counted`: tell how often ids were
-        read. `near`: rows of tiers up to this one are read where they are; only their ids and gradients travel."""
+        read. `near`: rows of tiers up to this one are read where they are; only their ids and gradients travel. `norms`: of the
+        gradients of chunks that a row lacks only the norm travels."""
         self.kernels, self.device, self.link, self.pieces, self.counted = kernels, device, link, list(pieces), counted
         self._targets = [torch.tensor([target(rank) for rank in piece.piece.ranks]) for piece in pieces]
         self._ways = [_way(targets.tolist()) for targets in self._targets]
@@ -90,6 +102,10 @@ class Hop:
         self.near = np.array([piece.tier <= near for piece in pieces], bool)
         self.silent = self.replicated | self.near
         """no row travels"""
+        self._narrow = NarrowWire(link, any(piece.masked for piece in pieces)) if any(p.chunk for p in pieces) else None
+        self.told = self._narrow is not None and not self._narrow.masked
+        """whether answers need to be given how many chunks rows have"""
+        self.norms = norms and self.told
         # Equal widths lie together, so that a message is one matrix where there is one width; what has no rows comes last.
         self.order = sorted(range(len(pieces)), key=lambda p: (self.silent[p], self.replicated[p], self.widths[p], p))
 
@@ -118,7 +134,7 @@ class Hop:
         orders: list[Tensor | None] = [None] * len(self.pieces)
         for p, (piece, ids) in enumerate(zip(self.pieces, distinct)):
             if isinstance(ids, Routed):
-                sorted_ids[p], sent[:, p] = ids.ids, ids.sizes
+                sorted_ids[p], sent[:, p], sorted_counts[p] = ids.ids, ids.sizes, ids.counts
                 continue
             if ids is None or not ids.numel():
                 continue
@@ -149,7 +165,7 @@ class Hop:
         per_rank = sent.sum(1), received.sum(1)
         read: Tensor | None = None
         if self.counted:
-            # Those of tiers are not counted: their tables give every id a row.
+            # Those of tiers are not counted where their tables give every id a row.
             for p, part in enumerate(sorted_ids):
                 if part is not None and sorted_counts[p] is None:
                     sorted_counts[p] = torch.ones_like(part)
@@ -206,11 +222,19 @@ class Hop:
             totals[int(self.widths[p])] = totals.get(int(self.widths[p]), 0) + count
         return totals
 
-    def answer(self, asked: Asked, rows: Tensor, codec: Codec) -> dict[int, Tensor]:
+    def answer(self, asked: Asked, rows: Tensor, codec: Codec, live: Tensor | None = None) -> dict[int, Tensor]:
         """Sends the rows that were asked for (float32, flat, in the order of the ids); gives the rows that came, by width, and
-        room behind them for those that are read where they are."""
-        flat = self._exchange(rows, asked.received, asked.sent, codec, rows=True)
+        room behind them for those that are read where they are. `live`: how many chunks each of them has, where that is to be
+        told."""
+        if self._narrow is None:
+            flat = self._exchange(rows, asked.received, asked.sent, codec, rows=True)
+        else:
+            if live is None:
+                live = chunks_with_values(rows, [run for part in self._runs(asked.received, True) for run in part])
+            flat, live = self._exchange_narrow(rows, live, asked.received, asked.sent, codec, rows=True)
         found = self._by_width(flat, asked.sent)
+        if self.told and live is not None:
+            asked.live = self._live_by_width(live, asked.sent)
         for width, total in self.rows_of_width(asked.sent).items() if self.near.any() else ():
             came = found.get(width)
             if came is None or came.shape[0] < total:
@@ -230,6 +254,19 @@ class Hop:
             grouped.setdefault(int(self.widths[p]), []).append(part)
         return {width: torch.cat(parts).view(-1, width) for width, parts in grouped.items()}
 
+    def _live_by_width(self, live: Tensor, sent: Ints) -> dict[int, Tensor]:
+        blocks = self.blocks(sent, rows=True)
+        found = {
+            width: torch.zeros(count, dtype=torch.uint8, device=self.device)
+            for width, count in self.rows_of_width(sent).items()
+        }
+        at = dict.fromkeys(found, 0)
+        for part, (_, p, count) in zip(torch.split(live, [count for _, _, count in blocks]) if blocks else (), blocks):
+            width = int(self.widths[p])
+            found[width][at[width] : at[width] + count] = part
+            at[width] += count
+        return found
+
     def return_gradients(
         self, asked: Asked, gradients: dict[int, Tensor], replicas: Sequence[Tensor | None], codec: Codec
     ) -> Tensor:
@@ -237,6 +274,10 @@ class Hop:
         distinct ids; gives what came for the ids this rank was asked for: flat, in their order."""
         sent = asked.sent
         blocks = self.blocks(sent, rows=False)
+        if self.norms:
+            chunks = {piece.width: piece.chunk for piece in self.pieces}
+            for width, rows in gradients.items():
+                fold(rows, asked.live[width], chunks[width])
         travelling = [block for block in blocks if not self.silent[block[1]]]
         widths = {int(self.widths[p]) for _, p, _ in travelling}
         if len(travelling) == len(blocks) and len(widths) == 1:
@@ -255,7 +296,40 @@ class Hop:
                 assert part is not None
                 parts.append(part.reshape(-1))
             flat = torch.cat(parts) if parts else torch.empty(0, device=self.device)
+        if self.norms:
+            live = self._live_of_blocks(asked, blocks)
+            return self._exchange_narrow(flat, live, sent, asked.received, codec, False, asked.answered)[0]
         return self._exchange(flat, sent, asked.received, codec, rows=False)
+
+    def _live_of_blocks(self, asked: Asked, blocks: Sequence[tuple[int, int, int]]) -> Tensor:
+        parts = [
+            asked.live[int(self.widths[p])][int(asked.first[k, p]) : int(asked.first[k, p]) + count]
+            for k, p, count in blocks
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _runs(self, counts: Ints, rows: bool) -> list[list[Run]]:
+        """By rank."""
+        found: list[list[Run]] = [[] for _ in range(self.link.size)]
+        for k, p, count in self.blocks(counts, rows):
+            found[k].append(Run(count, int(self.widths[p]), self.pieces[p].chunk))
+        return found
+
+    def _exchange_narrow(
+        self,
+        flat: Tensor,
+        live: Tensor,
+        sent: Ints,
+        received: Ints,
+        codec: Codec,
+        rows: bool,
+        known: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert self._narrow is not None
+        if self.link.size == 1 or (rows and self.silent.all()):
+            return flat, live
+        runs = self._runs(sent, rows), self._runs(received, rows)
+        return self._narrow.swap(flat, live, *runs, codec, norms=self.norms and not rows, known=known)
 
     def _exchange(self, flat: Tensor, sent: Ints, received: Ints, codec: Codec, rows: bool) -> Tensor:
         def runs(counts: Ints) -> list[tuple[int, int]]:

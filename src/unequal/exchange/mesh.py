@@ -146,6 +146,13 @@ class Mesh:
             return values
         return torch.stack(self.gather_tensors(values[None])).sum(0)[0]
 
+    def total(self, value: float) -> float:
+        """The sum of a number over all ranks, in rank order: the same on all of them."""
+        if self.world == 1:
+            return value
+        bits = np.full((self.world, 1), np.float64(value).view(np.int64))
+        return float(sum(self.everyone.all_to_all_counts(bits)[:, 0].view(np.float64).tolist()))
+
     def sum_exactly(self, counts: Tensor) -> Tensor:
         """The sum of whole numbers over all ranks, which no order changes, on the CPU."""
         if self.world == 1:

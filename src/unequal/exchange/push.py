@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..plan.placement import Codec
-from ..storage.copies import Copies
+from ..storage.copies import Copies, NarrowCopies
 from .codecs import DTYPES, decode, encode, wire_size
 from .hop import REPLICATED
 from .mesh import Ints, Link, Mesh
+from .narrow import Kept, Run, keep
 
 NUMBER = torch.int32
 """how a row is named: by its number among those that have copies"""
@@ -94,13 +95,13 @@ class Push:
             self._write(k, part)
         if link is None:
             return list(changed)
-        counts = np.array([part.numbers.numel() for part in changed], np.int64)
+        counts = [part.numbers.numel() for part in changed]
         others = np.array([place != link.place for place in range(link.size)])
-        told = link.all_to_all_counts(np.where(others[:, None], counts, 0))
-        own = torch.cat(
-            [part.numbers.to(NUMBER).view(DTYPES[self.codec]) for part in changed]
-            + [part.wire.reshape(-1) for part in changed]
-        )
+        wires = [self._packed(k, part) for k, part in enumerate(changed)]
+        # Of rows that differ in width, how many there are does not say how long they are.
+        counts += [wire.numel() for wire, copies in zip(wires, self.copies) if isinstance(copies, NarrowCopies)]
+        told = link.all_to_all_counts(np.where(others[:, None], np.array(counts, np.int64), 0))
+        own = torch.cat([part.numbers.to(NUMBER).view(DTYPES[self.codec]) for part in changed] + wires)
         sizes = [self._size(n) for n in told]
         message = torch.cat([own] * int(others.sum())) if others.any() else own[:0]
         came = link.all_to_all(message, np.where(others, own.numel(), 0), np.array(sizes, np.int64))
@@ -128,20 +129,47 @@ class Push:
 
     def _lengths(self, counts: Ints) -> list[int]:
         """Elements of each table's rows in a message with these counts."""
-        return [int(wire_size(int(n), copies.table.dim, self.codec)) for n, copies in zip(counts, self.copies)]
+        told = iter(counts[len(self.copies) :])
+        return [
+            int(next(told))
+            if isinstance(copies, NarrowCopies)
+            else int(wire_size(int(n), copies.table.dim, self.codec))
+            for n, copies in zip(counts, self.copies)
+        ]
 
     def _size(self, counts: Ints) -> int:
-        return int(counts.sum()) * self._per_number + sum(self._lengths(counts))
+        return int(counts[: len(self.copies)].sum()) * self._per_number + sum(self._lengths(counts))
 
     def _unpack(self, message: Tensor, counts: Ints) -> list[tuple[int, Changed]]:
-        heads = [int(n) * self._per_number for n in counts]
+        heads = [int(n) * self._per_number for n in counts[: len(self.copies)]]
         parts = torch.split(message, [*heads, *self._lengths(counts)])
-        return [
-            # A copy: the part of a message may begin where an int32 must not.
-            (k, Changed(parts[k].clone().view(NUMBER).to(torch.int64), parts[len(heads) + k].view(int(n), -1)))
-            for k, n in enumerate(counts)
-            if n
-        ]
+        found = []
+        for k, n in enumerate(counts[: len(self.copies)]):
+            if n:
+                # A copy: the part of a message may begin where an int32 must not.
+                numbers = parts[k].clone().view(NUMBER).to(torch.int64)
+                found.append((k, Changed(numbers, self._spread(k, numbers, parts[len(heads) + k]))))
+        return found
+
+    def _keep(self, copies: NarrowCopies, numbers: Tensor) -> tuple[Kept, Run, int]:
+        """Which elements of the rows travel. All ranks know how wide rows with copies are."""
+        run = Run(numbers.numel(), copies.table.dim, copies.how.chunk)
+        live = copies.chunks if copies.masks is None else copies.masks
+        extra = int(wire_size(1, 0, self.codec))
+        return keep(live[numbers], run, copies.masks is not None, extra), run, extra
+
+    def _packed(self, k: int, part: Changed) -> Tensor:
+        copies = self.copies[k]
+        if not isinstance(copies, NarrowCopies) or not part.numbers.numel():
+            return part.wire.reshape(-1)
+        return self._keep(copies, part.numbers)[0].pick(part.wire.reshape(-1))
+
+    def _spread(self, k: int, numbers: Tensor, values: Tensor) -> Tensor:
+        copies = self.copies[k]
+        if not isinstance(copies, NarrowCopies):
+            return values.view(numbers.numel(), -1)
+        kept, run, extra = self._keep(copies, numbers)
+        return kept.spread(values, run, extra).view(numbers.numel(), -1)
 
     def close(self) -> None:
         self.wait()

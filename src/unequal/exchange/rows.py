@@ -7,7 +7,7 @@ those of the node's other ranks, and then along the lane of that number: a row c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..kernels.request import FeatureSpec, FeatureSpecs, Request, TableRows
 from ..optim import SGD
 from ..plan.placement import Codec
 from ..storage import Storage
-from ..storage.copies import Copies
+from ..storage.copies import Copies, NarrowCopies
 from .hop import NODE, REPLICATED, Asked, Hop, Routed, WirePiece
 from .mesh import Ints, Mesh
 
@@ -50,6 +50,7 @@ class Blocks:
         self.held = [p for p in hop.order if hop.holds[hop.link.place, p]]
         self.blocks = [(k, p) for k in range(hop.link.size) for p in self.held]
         self._table_of = table_of
+        self._counted: dict[tuple[int, ...], FeatureSpecs] = {}
         self._travelling = self.select([p for p in self.held if not hop.silent[p]])
 
     def select(self, pieces: Sequence[int]) -> tuple[FeatureSpecs, Ints]:
@@ -91,11 +92,30 @@ class Blocks:
             read(self.kernels, self._request(tables, (specs, index), slots, counts), None, parts)
         return flat
 
+    def live(self, tables: Sequence[TableRows], slots: Tensor, counts: Ints) -> Tensor:
+        """How many chunks the rows that `read` gives have, where they differ in width."""
+        specs, index = self._travelling
+        bounds, parts = self.bounds(counts), []
+        for b, spec in zip(index, specs):
+            own = slots[int(bounds[b]) : int(bounds[b + 1])]
+            parts.append(chunks_at(tables[spec.table], own))
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=slots.device)
+
+    def pick(self, of_width: Mapping[int, Tensor], places: Tensor, counts: Ints) -> Tensor:
+        """Likewise, where they are known by width and place."""
+        specs, index = self._travelling
+        bounds, parts = self.bounds(counts), []
+        for b, spec in zip(index, specs):
+            own = places[int(bounds[b]) : int(bounds[b + 1])]
+            parts += [of_width[spec.dim][own]] if own.numel() else []
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=places.device)
+
     def update(
         self, chosen: tuple[FeatureSpecs, Ints], tables: Sequence[TableRows], slots: Tensor, counts: Ints,
-        gradients: Tensor, factor: float, step: int,
+        gradients: Tensor, factor: float, step: int, reads: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Applies the gradients (flat, of all blocks) to the rows of the chosen ones."""
+        """Applies the gradients (flat, of all blocks) to the rows of the chosen ones. `reads`: how often each was read, where
+        rows are followed by that."""
         specs, index = chosen
         if not index.size:
             return
@@ -103,14 +123,45 @@ class Blocks:
         parts = torch.split(gradients, sizes)
         views = [parts[b].view(-1, spec.dim) for b, spec in zip(index, specs)]
         request = self._request(tables, chosen, slots, counts)
+        if reads is not None:
+            request = self._with_reads(request, chosen, reads)
+            views += [
+                view.new_zeros(1, view.shape[1]).expand(n, -1) for view, n in zip(views, request.counts()[len(views) :])
+            ]
         self.kernels.update(request, None, views, lr_factor=factor, step=step)
+
+    def _with_reads(self, request: Request, chosen: tuple[FeatureSpecs, Ints], reads: Tensor) -> Request:
+        """The kernels count lookups. A row whose gradient came as a sum of several reads is looked up as often, the other times
+        with a gradient of zeros."""
+        specs, index = chosen
+        key = tuple(index.tolist())
+        if key not in self._counted:
+            again = [replace(spec, place=len(specs) + spec.place) for spec in specs]
+            self._counted[key] = FeatureSpecs([*specs, *again])
+        assert request.bounds is not None
+        spans = [slice(int(request.bounds[b]), int(request.bounds[b + 1])) for b in index]
+        more = [request.ids[span].repeat_interleave(reads[span] - 1) for span in spans]
+        bounds = np.concatenate(
+            [request.bounds, request.bounds[-1] + np.cumsum([part.numel() for part in more], dtype=np.int64)]
+        )
+        slots = torch.cat([request.ids, *more])
+        numbers = np.concatenate([index, len(self.blocks) + np.arange(len(more), dtype=np.int64)])
+        offsets = torch.from_numpy(bounds).to(slots.device)
+        return Request(request.tables, self._counted[key], 1, numbers, slots, slots, offsets, None, bounds)
+
+
+def chunks_at(rows: TableRows, slots: Tensor) -> Tensor:
+    """How many chunks rows have, from their slots."""
+    assert rows.records is not None
+    chunks = slots & ((1 << rows.records.class_bits) - 1)
+    return torch.where(slots >= 0, chunks, 0).to(torch.uint8)
 
 
 class NearRows:
     """Rows of a tier that a hop asks nobody for: they are read here, into the place that they have among those that come."""
 
     def __init__(self, kernels: Backend, hop: Hop, tier: int, copies: Mapping[str, Copies]) -> None:
-        self.kernels = kernels
+        self.kernels, self._hop, self._known = kernels, hop, copies
         mine = [p for p in hop.order if hop.pieces[p].tier == tier and hop.near[p]]
         names = list(dict.fromkeys(hop.pieces[p].table for p in mine))
         self._copies = {p: copies[hop.pieces[p].table] for p in mine}
@@ -121,7 +172,12 @@ class NearRows:
             for number, (_, p, width) in enumerate(self._blocks)
         )
 
-    def fill(self, asked: Asked, rows: dict[int, Tensor]) -> None:
+    def fill(self, asked: Asked, rows: dict[int, Tensor], live: Tensor | None) -> None:
+        """`live`: how many chunks the rows have that were sent, where rows differ in width."""
+        if asked.live:
+            self._tell_chunks(asked)
+        if live is not None and self._hop.norms:
+            asked.answered = self._answered(asked, live)
         if not any(p in asked.near for p in self._copies):
             return
         slots = {
@@ -142,6 +198,32 @@ class NearRows:
         index = np.arange(len(parts), dtype=np.int64)
         read(self.kernels, Request(tables, self._specs, 1, index, flat, flat, offsets, None, bounds), None, views)
 
+    def _tell_chunks(self, asked: Asked) -> None:
+        """How many chunks they have; also those that only pass on their gradients here, and were read by who asked for them."""
+        for p, ids in asked.near.items():
+            if not ids.numel():
+                continue
+            copies = self._known[self._hop.pieces[p].table]
+            assert isinstance(copies, NarrowCopies)
+            live = torch.split(copies.chunks[copies.directory.find(ids)], asked.sent[:, p].tolist())
+            of_width = asked.live[self._hop.pieces[p].width]
+            for first, part in zip(asked.first[:, p].tolist(), live):
+                of_width[first : first + part.numel()] = part
+
+    def _answered(self, asked: Asked, live: Tensor) -> Tensor:
+        """How wide all rows are for which this rank will be sent gradients; copies are everywhere as wide."""
+        parts, at, row = [live[:0]], 0, 0
+        for _, p, count in self._hop.blocks(asked.received, rows=False):
+            if self._hop.silent[p]:
+                copies = self._known[self._hop.pieces[p].table]
+                assert isinstance(copies, NarrowCopies)
+                parts.append(copies.chunks[copies.directory.find(asked.ids[at : at + count])])
+            else:
+                parts.append(live[row : row + count])
+                row += count
+            at += count
+        return torch.cat(parts)
+
 
 class Owner:
     """This rank's shards, as the last hop's messages ask for them."""
@@ -151,11 +233,17 @@ class Owner:
         self.blocks, self.storages = blocks, storages
         self.tables = [storages[p].rows for p in blocks.held]
 
+    def asked_of(self, asked: Asked) -> list[tuple[Storage, list[slice]]]:
+        """Every shard and where its ids lie. Tiers of a table are one shard."""
+        found: dict[int, tuple[Storage, list[slice]]] = {}
+        for p, spans in self.blocks.slices(asked.received).items():
+            found.setdefault(id(self.storages[p]), (self.storages[p], []))[1].extend(spans)
+        return list(found.values())
+
     def locate(self, asked: Asked, insert: bool) -> Tensor:
         """The slot of every id that was asked for."""
         slots = torch.empty_like(asked.ids)
-        for p, spans in self.blocks.slices(asked.received).items():
-            storage = self.storages[p]
+        for storage, spans in self.asked_of(asked):
             ids = torch.cat([asked.ids[span] for span in spans])
             if not ids.numel():
                 continue
@@ -188,18 +276,19 @@ class RowExchange:
     def __init__(
         self, mesh: Mesh, pieces: Sequence[WirePiece], kernels: Backend, device: torch.device, *,
         two_hops: bool, counted: bool, forward_codec: Codec, backward_codec: Codec, copies: Mapping[str, Copies],
+        norms: bool = False,
     ) -> None:  # fmt: skip
-        """`copies`: of the tables with tiers, by name."""
+        """`copies`: of the tables with tiers, by name. `norms`: of the gradients of chunks that rows lack only norms travel."""
         self.mesh, self.pieces, self.kernels, self.device = mesh, list(pieces), kernels, device
         self.forward_codec, self.backward_codec = forward_codec, backward_codec
         size = mesh.ranks_per_node
         if two_hops:
             lane = {rank: place for place, rank in enumerate(mesh.lane.ranks)}
-            near = Hop(kernels, device, mesh.in_node, pieces, lambda rank: rank % size, counted)
-            far = Hop(kernels, device, mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted, near=NODE)
+            near = Hop(kernels, device, mesh.in_node, pieces, lambda rank: rank % size, counted, norms=norms)
+            far = Hop(kernels, device, mesh.lane, pieces, lambda rank: lane.get(rank, -1), counted, NODE, norms)
             self.hops = [near, far]
         else:
-            self.hops = [Hop(kernels, device, mesh.everyone, pieces, lambda rank: rank, counted)]
+            self.hops = [Hop(kernels, device, mesh.everyone, pieces, lambda rank: rank, counted, norms=norms)]
         last = self.hops[-1]
         held = [p for p in last.order if last.holds[last.link.place, p]]
         self.blocks = Blocks(kernels, last, [held.index(p) if p in held else -1 for p in range(len(pieces))])
@@ -248,15 +337,18 @@ class RowExchange:
         last = journey.asked[-1]
         if all(piece.replicated for piece in self.pieces):
             return {}
-        rows = self.hops[-1].answer(last, self.blocks.read(tables, journey.slots, last.received), self.forward_codec)
-        self._near[-1].fill(last, rows)
+        live = self.blocks.live(tables, journey.slots, last.received) if self.hops[-1].told else None
+        answers = self.blocks.read(tables, journey.slots, last.received)
+        rows = self.hops[-1].answer(last, answers, self.forward_codec, live)
+        self._near[-1].fill(last, rows, live)
         if journey.between is None:
             return rows
         middle = [matrix_rows(self._width(rows, width)) for width in self.widths]
         first = journey.asked[0]
         answers = self._between.read(middle, journey.between, first.received)
-        rows = self.hops[0].answer(first, answers, self.forward_codec)
-        self._near[0].fill(first, rows)
+        live = self._between.pick(last.live, journey.between, first.received) if self.hops[0].told else None
+        rows = self.hops[0].answer(first, answers, self.forward_codec, live)
+        self._near[0].fill(first, rows, live)
         return rows
 
     def _width(self, rows: dict[int, Tensor], width: int) -> Tensor:

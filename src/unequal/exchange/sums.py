@@ -45,6 +45,15 @@ class Bags:
     """samples of each rank"""
 
 
+@dataclass(slots=True)
+class Delivered:
+    """What came of them: by feature that is held here, of all ranks' samples."""
+
+    ids: list[Tensor]
+    lengths: list[Tensor]
+    sizes: Ints
+
+
 class SumExchange:
     """All such features, in one hop over all ranks."""
 
@@ -70,9 +79,7 @@ class SumExchange:
             for k, j in enumerate(self.held)
         )  # fmt: skip
 
-    def ask(
-        self, ids: dict[str, Tensor], lengths: dict[str, Tensor], size: int, storages: Sequence[Storage], insert: bool
-    ) -> Bags:
+    def ask(self, ids: dict[str, Tensor], lengths: dict[str, Tensor], size: int) -> Delivered:
         """Brings every bag's ids to their owners. `ids` and `lengths` by feature."""
         world = self.mesh.world
         pieces = [self._deal(j, ids[part.feature], lengths[part.feature]) for j, part in enumerate(self.parts)]
@@ -91,7 +98,15 @@ class SumExchange:
         many = 2 * len(self.held)
         all_lengths = [torch.cat([blocks[k * many + h] for k in range(world)]) for h in range(len(self.held))]
         all_ids = [torch.cat([blocks[k * many + many // 2 + h] for k in range(world)]) for h in range(len(self.held))]
-        return Bags(self._request(all_ids, all_lengths, int(sizes.sum()), storages, insert), sizes)
+        return Delivered(all_ids, all_lengths, sizes)
+
+    def locate(self, came: Delivered, storages: Sequence[Storage], insert: bool) -> Bags:
+        """`storages`: of `tables`."""
+        return Bags(self._request(came.ids, came.lengths, int(came.sizes.sum()), storages, insert), came.sizes)
+
+    def asked_of(self, came: Delivered, t: int) -> Tensor:
+        """All ids that one of `tables` was asked for."""
+        return torch.cat([came.ids[f] for f, spec in enumerate(self.specs) if spec.table == t])
 
     def _deal(self, j: int, ids: Tensor, lengths: Tensor) -> tuple[list[Tensor], list[Tensor], Ints]:
         """Per rank: ids, lengths and the number of ids."""

@@ -17,7 +17,13 @@ NarrowDirectory(bound, rows)               id → slot of live rows alone
 follow(keys, utilities, stamps, ...)       gives ids without a row the slot of a candidate
 rebuild(rows, ids, old, slots, ...)        the records that rows will have at new slots
 place(rows, slots, made, starts)           puts them there
+fade(rows, gain)                           divides all utilities (GPU only: elsewhere a loop over slabs does)
 bucket_of(ids, buckets)                    where candidates belong
+
+and `triton` for all tables of a module at once, so that a step waits for nothing while no row is added:
+Directories(tables, device)                where their rows and candidates are found
+locate_all(request, directories, ...)      the slots of a batch
+admit_all(request, directories, ...)       fresh rows for new ids
 
 Those of `triton` can also work without waiting for the device: see `wrong` of its lookup, `clock` of its update, and its
 directory's `insert_padded`.
@@ -52,6 +58,10 @@ class Backend:
     rebuild: Any = None
     place: Any = None
     bucket_of: Any = None
+    fade: Callable[..., None] | None = None
+    Directories: Any = None
+    locate_all: Any = None
+    admit_all: Any = None
     offsets: Callable[..., tuple[torch.Tensor, int]] | None = None
     pair_dots: Callable[..., None] | None = None
     pair_dots_gradient: Callable[..., None] | None = None

@@ -443,10 +443,15 @@ class NarrowDirectory:
 
     def find(self, ids: Tensor) -> Tensor:
         """The slot of every id, -1 where it has none."""
-        ids, slots = ids.contiguous(), torch.empty_like(ids)
-        count, threads = ctypes.c_int64(ids.numel()), _threads(ids.numel())
-        _library().uq_narrow_find(*self._place(), _pointer(ids), count, _pointer(slots), threads)
+        ids = ids.contiguous()
+        slots = torch.empty_like(ids)
+        self.find_into(ids, slots)
         return slots
+
+    def find_into(self, ids: Tensor, slots: Tensor) -> int:
+        """The same into contiguous memory that is there; gives how many have none."""
+        count, threads = ctypes.c_int64(ids.numel()), _threads(ids.numel())
+        return int(_library().uq_narrow_find(*self._place(), _pointer(ids), count, _pointer(slots), threads))
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
         """Of ids that it does not hold yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .placement import KINDS, Kind, Piece, TablePlacement, Tiers, even
+from .placement import KINDS, WHOLE_ROWS, Kind, Piece, TablePlacement, Tiers, even
 from .topology import Topology
 from .workload import TableLoad
 
@@ -139,7 +139,8 @@ def candidates(load: TableLoad, topology: Topology) -> list[Candidate]:
     all tables."""
     dim, found = load.table.dim, []
     asked: Kind | None = None if load.sharding == "auto" else "row_wise" if load.sharding == "tiers" else load.sharding
-    for kind in KINDS if asked is None else (asked,):
+    every = WHOLE_ROWS if load.whole_rows else KINDS
+    for kind in every if asked is None else (asked,):
         own = list(_of_kind(kind, dim, topology))
         if not own and asked == kind:
             own = [_whole(kind, dim, topology)]

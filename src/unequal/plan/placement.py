@@ -20,6 +20,8 @@ Kind = Literal[
     "table_row_wise", "table_column_wise", "column_row_wise", "column_column_wise",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
+WHOLE_ROWS: tuple[Kind, ...] = ("table_wise", "row_wise", "table_row_wise")
+"""kinds in which a row is in one piece and has one owner, as rows of different width must"""
 Codec = Literal["fp32", "fp16", "bf16", "int8"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 Unique = Literal["none", "rank", "node"]

@@ -19,6 +19,7 @@ from .allocate import Objective, named
 from .candidates import Candidate, candidates
 from .choose import BALANCERS, Balancer, Chooser, Solution
 from .cost import Pricer, Setting
+from .narrowed import within_budget
 from .placement import Codec, TablePlacement, Unique
 from .plan import Choice, Plan, RankCost, inputs_of, topology_inputs
 from .profiled import loads_from_profile
@@ -195,6 +196,7 @@ def make_plan(
         loads = assume(features, optimizer, ids=load, **known)
     else:
         loads = measure(features, optimizer, load, **known)
+    loads = within_budget(loads, getattr(embeddings, "width", None))
     codecs = default_codecs(topology.device)
     exchange: dict[str, Any] = {
         "forward": forward or codecs[0],

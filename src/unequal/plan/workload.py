@@ -56,6 +56,8 @@ class TableLoad:
     """where the numbers come from"""
     popularity: Popularity | None = None
     """how often single rows are read, where a profile says it"""
+    whole_rows: bool = False
+    """whether a row must stay in one piece with one owner: rows that differ in width do"""
 
     @property
     def ids(self) -> float:

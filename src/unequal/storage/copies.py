@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels import Backend
 from ..kernels.reference.route import part_of
-from ..kernels.request import TableRows
+from ..kernels.request import FeatureSpec, FeatureSpecs, Records, Request, TableRows
 from ..optim import SGD
 from ..tables import Table
 from .memory import zeros
+from .narrow import Narrowing
 
 NEVER_UPDATED = SGD(lr=0.0)
 
@@ -32,10 +34,15 @@ class Copies:
         """by number"""
         self.held = self._holds()
         """[numbers]: whether this rank has a copy"""
+        self._start()
+
+    def _start(self) -> None:
+        """Room for what is held."""
         self.slots = torch.where(self.held, self.held.cumsum(0) - 1, -1)
         self.directory = self._make_directory()
         count = max(1, int(self.held.sum()))
-        self.rows = TableRows([zeros((count, table.dim), table.dtype, device)], [], count, NEVER_UPDATED)
+        weight = zeros((count, self.table.dim), self.table.dtype, self.device)
+        self.rows = TableRows([weight], [], count, NEVER_UPDATED)
 
     def _holds(self) -> Tensor:
         held = self.owners(self.ids) % self.ranks_per_node == self.rank % self.ranks_per_node
@@ -85,6 +92,10 @@ class Copies:
         found: Tensor = self.slots[self.directory.find(ids)]
         return found
 
+    def bits(self, numbers: Tensor) -> Tensor:
+        """What is held of rows by number: [rows, values]."""
+        return self.rows.weights[0][self.slots[numbers]]
+
     def write(self, numbers: Tensor, values: Tensor) -> None:
         """New values (float32) of rows by number; of those that are held here."""
         slots = self.slots[numbers]
@@ -96,3 +107,118 @@ class Copies:
         weight = self.rows.weights[0]
         known = self.ids.numel() * 8 + self.slots.numel() * 8 + self.held.numel()
         return {"copies": weight.numel() * weight.element_size(), "directory": known + int(self.directory.bytes)}
+
+
+class NarrowCopies(Copies):
+    """Copies of rows of different width, as narrow as these. Widths change in rounds alone, so that all ranks know them. A row
+    without a value has no copy: it is asked for, and whoever reads it when it gets some reads them at once."""
+
+    def __init__(self, table: Table, replicated: Tensor, node: Tensor, *, how: Narrowing, **rest: Any) -> None:
+        self.how = how
+        super().__init__(table, replicated, node, **rest)
+
+    def _start(self) -> None:
+        count = self.ids.numel()
+        self.slots = torch.full((count,), -1, device=self.device)
+        self.chunks = torch.zeros(count, dtype=torch.uint8, device=self.device)
+        """of every row, held here or not"""
+        self.masks = torch.zeros(count, dtype=torch.int64, device=self.device) if self.how.masked else None
+        self.directory = self._make_directory()
+        self.rows = self._make_rows(0)
+
+    def _make_directory(self) -> Any:
+        kind, live = self.kernels.HashDirectory, self.chunks.nonzero()[:, 0]
+        directory = kind(1, 0, device=self.device) if self.kernels.on_device else kind()
+        directory.restore(self.ids[live], live, self.ids.numel())
+        return directory
+
+    def _make_rows(self, rows: int) -> TableRows:
+        per_class = rows * self.how.chunk / self.table.dim
+        records = Records.make(
+            self.table.dim, self.table.dtype, NEVER_UPDATED, chunk=self.how.chunk, masked=self.how.masked, by_chunk=False,
+            kind=0, slab_log2=max(4, min(14, int(max(1.0, per_class / 16)).bit_length())),
+        )  # fmt: skip
+        records.slabs[0].append(torch.zeros(1, 1, device=self.device))
+        return TableRows([], [], 0, NEVER_UPDATED, strict=False, records=records)
+
+    def rename(self, numbers: Tensor, ids: Tensor) -> None:
+        """Gives some numbers other ids; how wide their rows are, and what is in them, is still to be told."""
+        self.ids = self.ids.clone()
+        self.ids[numbers] = ids
+        self.held = self._holds()
+        self._start()
+
+    def lay_out(self, chunks: Tensor, masks: Tensor | None) -> Tensor:
+        """Rows are so wide from now on. Gives the numbers of those whose values must be written: the others keep theirs."""
+        same = self.chunks == chunks
+        if masks is not None and self.masks is not None:
+            same &= self.masks == masks
+        old, old_slots = self.rows, self.slots
+        self.chunks, self.masks = chunks, masks
+        self.rows = self._make_rows(int((self.held & (chunks > 0)).sum()))
+        records = self.rows.records
+        assert records is not None and old.records is not None
+        self.slots = torch.full_like(old_slots, -1)
+        size = 1 << records.slab_log2
+        for k in range(1, records.chunks + 1):
+            members = (self.held & (chunks == k)).nonzero()[:, 0]
+            if not members.numel():
+                continue
+            self.slots[members] = (torch.arange(members.numel(), device=self.device) << records.class_bits) | k
+            whole = zeros((-(-members.numel() // size) * size, int(records.layout[k, 5])), torch.float32, self.device)
+            stays = (same[members] & (old_slots[members] >= 0)).nonzero()[:, 0]
+            if stays.numel():
+                places = old_slots[members[stays]] >> records.class_bits
+                whole[stays] = torch.cat(old.records.slabs[k])[places]
+            records.slabs[k] += whole.split(size)  # type: ignore[no-untyped-call]
+        self.rows.rows = records.bound
+        self.directory = self._make_directory()
+        return ((chunks > 0) & ~same).nonzero()[:, 0]
+
+    def bits(self, numbers: Tensor) -> Tensor:
+        """At full width, as float32."""
+        slots = self.slots[numbers]
+        values = torch.zeros(numbers.numel(), self.table.dim, device=self.device)
+        if numbers.numel():
+            ends = torch.tensor([0, numbers.numel()], device=self.device)
+            specs = FeatureSpecs([FeatureSpec("rows", 0, None, self.table.dim, 0)])
+            request = Request([self.rows], specs, 1, np.zeros(1, np.int64), slots, slots, ends)
+            noted = (torch.zeros(1, 2, dtype=torch.int64, device=self.device),) if self.kernels.on_device else ()
+            self.kernels.lookup(request, None, [values], *noted)
+        return values
+
+    def write(self, numbers: Tensor, values: Tensor) -> None:
+        slots = self.slots[numbers]
+        here = (slots >= 0).nonzero()[:, 0]
+        slots, numbers, values = slots[here], numbers[here], values[here].to(self.table.dtype)
+        records = self.rows.records
+        assert records is not None
+        chunks = slots & ((1 << records.class_bits) - 1)
+        words = torch.from_numpy(records.layout[:, 5]).to(self.device)[chunks]
+        starts = words.cumsum(0) - words
+        made = torch.zeros(int(words.sum()), device=self.device)
+        columns = torch.arange(self.table.dim, device=self.device)
+        for k in sorted(set(chunks.tolist())):
+            which = (chunks == k).nonzero()[:, 0]
+            width, size, item = int(records.layout[k, 0]), int(records.layout[k, 5]), self.table.dtype.itemsize
+            used = -(-width * item // 4)
+            own = torch.zeros(which.numel(), used * 4 // item, dtype=self.table.dtype, device=self.device)
+            rows = torch.zeros(which.numel(), size, device=self.device)
+            if self.masks is None:
+                own[:, :width] = values[which, :width]
+            else:
+                masks = self.masks[numbers[which]]
+                own[:, :width] = values[which][(masks[:, None] >> columns // self.how.chunk) & 1 > 0].view(-1, width)
+                at = int(records.layout[k, 4])
+                rows[:, at : at + 2] = masks[:, None].contiguous().view(torch.float32)
+            rows[:, :used] = own.view(torch.float32)
+            made[starts[which][:, None] + torch.arange(size, device=self.device)] = rows
+        self.kernels.place(self.rows, slots, made, starts)
+
+    def memory(self) -> dict[str, int]:
+        records = self.rows.records
+        assert records is not None
+        held = sum(slab.nbytes for slabs in records.slabs for slab in slabs)
+        known = self.ids.nbytes + self.slots.nbytes + self.held.nbytes + self.chunks.nbytes
+        known += 0 if self.masks is None else self.masks.nbytes
+        return {"copies": held, "directory": known + int(self.directory.bytes)}

@@ -1,6 +1,8 @@
 """Memory for tables and outputs: large pieces lie on 2 MiB pages, and outputs are given out again once nobody holds them."""
 
+import ctypes
 import mmap
+import sys
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -36,6 +38,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
         return torch.zeros(shape, dtype=dtype)
     tensor = torch.from_numpy(_mapping(size).view(_NUMPY[dtype]))
     return tensor.view(dtype).view(shape)
+
+
+def give_back_freed() -> None:
+    """Memory that was freed goes back to the system, where the C library would keep it for later."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class OutputPool:

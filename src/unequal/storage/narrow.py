@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from ..tables import Table
 from .memory import zeros
 from .tables import Storage
 
+P = ParamSpec("P")
+R = TypeVar("R")
 INDEX_BITS = 31
 """of a slot, as the directory holds it"""
 NOBODY = -1.0
@@ -78,6 +81,19 @@ class Census:
         return self.slots & ((1 << records.class_bits) - 1)
 
 
+def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
+    """A GPU without memory says so in its own way."""
+
+    @wraps(work)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        try:
+            return work(*arguments, **options)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error).split(". ")[0]) from None
+
+    return call
+
+
 class NarrowStorage(Storage):
     """Rows of a table, each as wide as it is. `rows.records` is what the kernels see."""
 
@@ -90,7 +106,7 @@ class NarrowStorage(Storage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 16)).bit_length(), 4, 14)),
+            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)),
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""
@@ -137,23 +153,21 @@ class NarrowStorage(Storage):
 
     # A step
 
-    def locate(self, ids: Tensor, insert: bool) -> Tensor:
-        if capturing(self.device):
-            raise UserError(
-                f"table '{self.table.name}' has rows of different width, which come and go between steps, so that a step cannot "
-                "be captured in a CUDA graph; train without a graph, or without a width"
-            )
-        slots: Tensor = self.directory.find(ids)
+    def locate(self, ids: Tensor, insert: bool, out: Tensor | None = None) -> Tensor:
+        """`out`: where the slots are written."""
+        self.refuse_capture()
+        ids = ids.contiguous()
+        slots = torch.empty_like(ids) if out is None else out
+        unfound: int = self.directory.find_into(ids, slots)
         if not insert:
             return slots
         records = self.records
-        self._clock += 1
-        records.gain /= self.how.decay
-        missing = slots < 0
-        if not bool(missing.any()):
+        self.tick()
+        if not unfound:
             return slots
-        unknown = ids[missing]
-        if self.how.purse.left >= self.how.start * self.how.chunk:
+        if self.affords_rows:
+            missing = slots < 0
+            unknown = ids[missing]
             distinct = self.kernels.unique(unknown)[0].sort().values
             rows = self.how.purse.take(distinct.numel(), self.how.start * self.how.chunk)
             if rows:
@@ -161,10 +175,33 @@ class NarrowStorage(Storage):
                 slots[missing] = self.directory.find(unknown)
         if records.kind:
             utilities = records.slabs[0][0]
-            self.kernels.follow(
-                self.followed, utilities, self._stamps, self._clock, records.class_bits, ids.contiguous(), slots
-            )
+            self.kernels.follow(self.followed, utilities, self._stamps, self._clock, records.class_bits, ids, slots)
         return slots
+
+    def refuse_capture(self) -> None:
+        if capturing(self.device):
+            raise UserError(
+                f"table '{self.table.name}' has rows of different width, which come and go between steps, so that a step cannot "
+                "be captured in a CUDA graph; train without a graph, or without a width"
+            )
+
+    def tick(self) -> None:
+        """Once a step: what was useful before it counts a little less from now on."""
+        self._clock += 1
+        self.records.gain /= self.how.decay
+
+    @property
+    def affords_rows(self) -> bool:
+        """Whether there is enough left for a new row."""
+        return self.how.purse.left >= self.how.start * self.how.chunk
+
+    def take_rows(self, wanted: int) -> int:
+        """Pays for as many new rows as it can, and makes room for them. How many; the caller counts and fills them."""
+        k = self.how.start
+        rows = self.how.purse.take(wanted, k * self.how.chunk)
+        self._grow(k, self.counts[k] + rows)
+        self.directory.make_room(rows)
+        return rows
 
     def _admit(self, ids: Tensor) -> None:
         """Makes rows at the end of the class for new ones."""
@@ -172,19 +209,20 @@ class NarrowStorage(Storage):
         first, count = self.counts[k], ids.numel()
         self._grow(k, first + count)
         slots = (torch.arange(first, first + count, device=self.device) << self.records.class_bits) | k
-        masks = self._first_masks(ids) if self.how.masked else None
+        masks = self.first_masks(ids) if self.how.masked else None
         old = torch.full_like(ids, -1)
         made, starts = self.kernels.rebuild(self.rows, ids, old, slots, masks, None, self.table.init_std)
         self.kernels.place(self.rows, slots, made, starts)
         self.directory.insert(ids, slots)
         self.counts[k] += count
 
-    def _first_masks(self, ids: Tensor) -> Tensor:
+    def first_masks(self, ids: Tensor) -> Tensor:
         """Chunks of new rows, beginning anywhere: a column that no row has gets no gradient from products of rows, ever."""
         chunks = self.records.chunks
         first = self.kernels.bucket_of(ids, chunks)
         bits = (first[:, None] + torch.arange(self.how.start, device=ids.device)) % chunks
-        return (1 << bits).sum(1)
+        masks: Tensor = (1 << bits).sum(1)
+        return masks
 
     def _grow(self, k: int, rows: int) -> None:
         records = self.records
@@ -198,6 +236,7 @@ class NarrowStorage(Storage):
 
     # A round
 
+    @_as_memory_error
     def census(self) -> Census:
         """Utilities fade to now: after it they are comparable with those of other tables."""
         records = self.records
@@ -207,14 +246,12 @@ class NarrowStorage(Storage):
         utilities = torch.empty(ids.numel(), records.utilities, device=self.device)
         masks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device) if records.masked else None
         chunks, places = slots & ((1 << records.class_bits) - 1), slots >> records.class_bits
-        for k in range(1, records.chunks + 1):
-            which = (chunks == k).nonzero()[:, 0]
-            if which.numel():
-                layout = records.layout[k]
-                rows = self._read(k, slice(int(layout[3]), int(layout[5])))
-                utilities[which] = rows[places[which], : records.utilities]
-                if masks is not None:
-                    masks[which] = rows[:, records.utilities :].flatten().clone().view(torch.int64)[places[which]]
+        for k, which in self._by_class(chunks):
+            layout = records.layout[k]
+            rows = self._read(k, slice(int(layout[3]), int(layout[5])))
+            utilities[which] = rows[places[which], : records.utilities]
+            if masks is not None:
+                masks[which] = rows[:, records.utilities :].flatten().clone().view(torch.int64)[places[which]]
         known = (records.slabs[0][0][:, 0] >= 0).nonzero()[:, 0]
         known = known[self.directory.find(self.followed[known]) < 0]  # some have got a row since
         known = known[self.followed[known].argsort()]
@@ -228,11 +265,19 @@ class NarrowStorage(Storage):
             ids.numel(),
         )
 
+    def _by_class(self, chunks: Tensor) -> list[tuple[int, Tensor]]:
+        """(chunks, which rows have so many, in order) for each number of chunks that there is."""
+        order = chunks.argsort(stable=True)
+        counts = torch.bincount(chunks, minlength=self.records.chunks + 1).tolist()
+        parts = torch.split(order, counts)
+        return [(k, part) for k, part in enumerate(parts) if k and part.numel()]
+
     def _read(self, k: int, words: slice) -> Tensor:
         """[rows, words]: these words of all rows of a class."""
         slabs = [slab[:, words] for slab in self.records.slabs[k]]
         return torch.cat(slabs)[: self.counts[k]]
 
+    @_as_memory_error
     def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None) -> Callable[[], None]:
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
         no memory worth the name: where memory is short, it is short before anything has changed."""
@@ -272,31 +317,38 @@ class NarrowStorage(Storage):
     def _lay_out(self, census: Census, chunks: Tensor, old_chunks: Tensor) -> Tensor:
         """New slots: the rows of a class lie without a gap, and those that can stay where they are do."""
         records = self.records
-        slots = torch.full_like(census.slots, -1)
+        counts = torch.bincount(chunks, minlength=records.chunks + 1)
+        counts[0] = 0
+        most, room = int(counts.max()), 1 << INDEX_BITS - records.class_bits
+        if most >= room:
+            raise MemoryError(
+                f"table '{self.table.name}': {most:,} rows of {int(counts.argmax())} chunks, there is room for {room:,}; "
+                "use larger chunks, of which there are fewer"
+            )
+        # All classes at once, one after the other: on a GPU a loop over them would wait for the device again and again.
+        begins = counts.cumsum(0) - counts
         places = census.slots >> records.class_bits
-        for k in range(1, records.chunks + 1):
-            members = (chunks == k).nonzero()[:, 0]
-            if not members.numel():
-                continue
-            stays = (old_chunks[members] == k) & (places[members] < members.numel())
-            taken = torch.zeros(members.numel(), dtype=torch.bool, device=self.device)
-            taken[places[members[stays]]] = True
-            slots[members[stays]] = census.slots[members[stays]]
-            slots[members[~stays]] = ((~taken).nonzero()[:, 0] << records.class_bits) | k
-            if members.numel() >= 1 << INDEX_BITS - records.class_bits:
-                raise MemoryError(
-                    f"table '{self.table.name}': {members.numel():,} rows of {k} chunks, there is room for "
-                    f"{1 << INDEX_BITS - records.class_bits:,}; use larger chunks, of which there are fewer"
-                )
+        stays = (old_chunks == chunks) & (places < counts[chunks])
+        taken = torch.zeros(int(counts.sum()), dtype=torch.bool, device=self.device)
+        taken[(begins[chunks] + places)[stays]] = True
+        free = (~taken).nonzero()[:, 0]
+        movers = ((chunks > 0) & ~stays).nonzero()[:, 0]
+        movers = movers[chunks[movers].argsort(stable=True)]
+        slots = torch.where(stays, census.slots, -1)
+        k = chunks[movers]
+        slots[movers] = ((free - begins[k]) << records.class_bits) | k
         return slots
 
     def _fade(self) -> None:
         """Utilities count from now on in today's measure."""
         records = self.records
-        for k in range(1, records.chunks + 1):
-            first = int(records.layout[k, 3])
-            for slab in records.slabs[k]:
-                slab[:, first : first + records.utilities] /= records.gain
+        if self.kernels.fade is not None:
+            self.kernels.fade(self.rows, records.gain)
+        else:
+            for k in range(1, records.chunks + 1):
+                first = int(records.layout[k, 3])
+                for slab in records.slabs[k]:
+                    slab[:, first : first + records.utilities] /= records.gain
         records.gain = 1.0
 
     def _follow_instead(self, rows: tuple[Tensor, Tensor]) -> None:
@@ -356,10 +408,7 @@ class NarrowStorage(Storage):
             size = ids.numel() if per == "row" else int(widths.sum())
             found[name] = torch.empty(size, device=self.device)
         starts = widths.cumsum(0) - widths
-        for k in range(1, records.chunks + 1):
-            which = (chunks == k).nonzero()[:, 0]
-            if not which.numel():
-                continue
+        for k, which in self._by_class(chunks):
             width, *begins = records.layout[k].tolist()
             at = starts[which][:, None] + torch.arange(width, device=self.device)
             rows = self._read(k, slice(None))[places[which]]
@@ -400,10 +449,7 @@ class NarrowStorage(Storage):
         counts = torch.bincount(chunks, minlength=records.chunks + 1).tolist()
         slots = torch.empty_like(chunks)
         starts = widths.cumsum(0) - widths
-        for k in range(1, records.chunks + 1):
-            which = (chunks == k).nonzero()[:, 0]
-            if not which.numel():
-                continue
+        for k, which in self._by_class(chunks):
             self._grow(k, counts[k])
             slots[which] = (torch.arange(which.numel(), device=self.device) << records.class_bits) | k
             self._fill_class(k, which, starts, parts)

@@ -12,6 +12,7 @@ from ..kernels import Backend
 from ..kernels.request import TableRows
 from ..optim import Optimizer
 from ..tables import Table
+from .narrow import Narrowing, NarrowStorage
 from .tables import DenseStorage, HashedStorage, Storage
 
 CHUNK = 65536
@@ -76,10 +77,56 @@ class HashedShard(_Columns, HashedStorage):
         super().__init__(replace(whole, dim=last - first), *rest)
 
 
+class NarrowShard(NarrowStorage):
+    """The rows of one part of a table, each as wide as it is. Ids are those of the whole table. Which of them get rows
+    all ranks agree upon, who share one purse, before a step's ids are located."""
+
+    def __init__(self, whole: Table, part: int, parts: int, *rest: Any) -> None:
+        self.part, self.of = part, parts
+        super().__init__(whole, *rest)
+
+    def without_row(self, ids: Tensor) -> Tensor:
+        """Those of the ids that have none: each once, in order."""
+        found: Tensor = self.kernels.unique(ids[self.directory.find(ids) < 0])[0].sort().values
+        return found
+
+    def admit(self, ids: Tensor) -> None:
+        """Gives new rows to such ids."""
+        if ids.numel():
+            self._admit(ids)
+
+    def locate(self, ids: Tensor, insert: bool, out: Tensor | None = None) -> Tensor:
+        ids = ids.contiguous()
+        slots = torch.empty_like(ids) if out is None else out
+        if self.directory.find_into(ids, slots) and insert and self.records.kind:
+            table, bits = self.records.slabs[0][0], self.records.class_bits
+            self.kernels.follow(self.followed, table, self._stamps, self._clock, bits, ids, slots)
+        return slots
+
+    def chunks_of(self, slots: Tensor) -> Tensor:
+        """How many chunks the rows at these slots have; 0 where there is none."""
+        return torch.where(slots >= 0, slots & ((1 << self.records.class_bits) - 1), 0)
+
+    def masks_of(self, slots: Tensor) -> Tensor:
+        """Which ones, as bits."""
+        records, chunks = self.records, self.chunks_of(slots)
+        masks = torch.zeros_like(slots)
+        for k in range(1, records.chunks + 1):
+            which = (chunks == k).nonzero()[:, 0]
+            if which.numel():
+                first = int(records.layout[k, 4])
+                words = self._read(k, slice(first, first + 2)).contiguous().view(torch.int64)[:, 0]
+                masks[which] = words[slots[which] >> records.class_bits]
+        return masks
+
+
 def make_shard(
     table: Table, first: int, last: int, part: int, parts: int,
-    optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device,
-) -> DenseShard | HashedShard:  # fmt: skip
-    """Columns [first, last) of the rows of one part of the table."""
+    optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device, narrowing: Narrowing | None = None,
+) -> DenseShard | HashedShard | NarrowShard:  # fmt: skip
+    """Columns [first, last) of the rows of one part of the table. `narrowing`: how rows are kept as wide as they deserve."""
+    if narrowing is not None:
+        assert (first, last) == (0, table.dim), "rows of different width are not cut into columns"
+        return NarrowShard(table, part, parts, optimizer, seed, kernels, device, narrowing)
     kind = HashedShard if table.rows is None else DenseShard
     return kind(table, first, last, part, parts, optimizer, seed, kernels, device)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ..embeddings import Embeddings
+from ..errors import RecipeError
+from ..plan.placement import WHOLE_ROWS
 from ..schedule import Schedule
 from ..tables import DTYPES, Feature, Table
 from .config import OptimizerConfig, Recipe, TableConfig
@@ -40,6 +42,19 @@ def build_tables(recipe: Recipe) -> dict[str, Feature]:
     return features
 
 
+def check_width(recipe: Recipe) -> None:
+    """Refuses a [width] that does not fit the recipe's tables."""
+    if recipe.width is None:
+        return
+    tables = {feature.table.name: feature.table for feature in build_tables(recipe).values()}
+    recipe.width.check(tables, recipe.optimizer.build_tables())
+    valid = ("auto", *WHOLE_ROWS, "tiers")
+    for name, sharding in recipe.sharding_of().items():
+        if sharding not in valid:
+            expected = f"one of {', '.join(valid)} with a [width]: rows that differ in width stay in one piece"
+            raise RecipeError(f"tables.{name}.sharding", expected, sharding)
+
+
 def build_embeddings(
     recipe: Recipe, schedule: Schedule | None = None, device: torch.device | str = "cpu"
 ) -> Embeddings:
@@ -50,6 +65,7 @@ def build_embeddings(
         schedule=schedule,
         seed=recipe.run.seed,
         device=device,
+        width=None if recipe.width is None else recipe.width.build(),
     )
 
 

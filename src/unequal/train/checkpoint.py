@@ -31,8 +31,20 @@ from .packing import (
     restore_optimizer,
     set_random_state,
 )
-from .resharding import OtherTables, Tables, fill
-from .saved import FORMAT, MODEL, STATE, TABLES, SavedCheckpoint, SavedTable, file_name, own_prefix, sealed
+from .resharding import Tables, fill
+from .saved import (
+    FORMAT,
+    FORMAT_WITH_WIDTH,
+    MODEL,
+    STATE,
+    TABLES,
+    OtherTables,
+    SavedCheckpoint,
+    SavedTable,
+    file_name,
+    own_prefix,
+    sealed,
+)
 from .shardfiles import Listed, assign, list_shards, sources
 
 __all__ = [
@@ -126,25 +138,40 @@ def load(
     """
     ranks = _Ranks.of(mesh, embeddings)
 
-    def read() -> Checkpoint:
+    def read() -> tuple[Checkpoint, SavedCheckpoint, bool]:
         with _remedied(path):
             saved = SavedCheckpoint(path, prefix)
-            if embeddings is not None:
-                fill(saved, embeddings)
+            exact = embeddings is not None and fill(saved, embeddings)
             state = saved.model_state if embeddings is None else saved.dense_state
-            return Checkpoint(path, saved.step, state, saved.other, saved.own(ranks.rank), saved.world)
+            found = Checkpoint(path, saved.step, state, saved.other, saved.own(ranks.rank), saved.world)
+            return found, saved, exact
 
-    return ranks.together(read)
+    found, saved, exact = ranks.together(read)
+    if embeddings is not None:
+        _settle(embeddings, saved, exact, ranks)
+    return found
 
 
 def load_embeddings(path: Path, embeddings: Tables, *, mesh: Mesh | None = None, prefix: str = TABLES) -> None:
     """The tables alone: fills the shards that each rank holds, whatever ranks or plan they were saved by."""
 
-    def read() -> None:
-        with _remedied(path):
-            fill(SavedCheckpoint(path, prefix), embeddings)
+    ranks = _Ranks.of(mesh, embeddings)
 
-    _Ranks.of(mesh, embeddings).together(read)
+    def read() -> tuple[SavedCheckpoint, bool]:
+        with _remedied(path):
+            saved = SavedCheckpoint(path, prefix)
+            return saved, fill(saved, embeddings)
+
+    _settle(embeddings, *ranks.together(read), ranks)
+
+
+def _settle(embeddings: Tables, saved: SavedCheckpoint, exact: bool, ranks: _Ranks) -> None:
+    """Tells tables with a width budget that they hold other rows now. All ranks do the same, as the budget is theirs together."""
+    filled = getattr(embeddings, "tables_filled", None)
+    if filled is None or getattr(embeddings, "width", None) is None:
+        return
+    all_exact = all(ranks.gather(lambda: exact and saved.world == ranks.world))
+    filled(saved.purses if all_exact else None)
 
 
 def open(path: Path | str, *, prefix: str = TABLES) -> SavedCheckpoint:
@@ -307,7 +334,8 @@ class _Saving:
     def finish(self, files: list[dict[str, Any]]) -> None:
         if self.ranks.rank:
             return
-        index: dict[str, Any] = {"format": FORMAT, "step": self.step, "world": self.ranks.world}
+        version = FORMAT if all(table.width is None for table in self.tables.values()) else FORMAT_WITH_WIDTH
+        index: dict[str, Any] = {"format": version, "step": self.step, "world": self.ranks.world}
         if self.ranks.mesh is not None:
             index["ranks_per_node"] = self.ranks.mesh.ranks_per_node
         index["files"] = {file_name(rank): entry for rank, entry in enumerate(files)}

@@ -19,6 +19,7 @@ from ..plan.workload import check_sharding
 from ..schedule import Schedule
 from ..tables import DTYPES
 from ..toml import Section, to_mapping, write
+from .width_config import WidthConfig
 
 POOLINGS = ("sum", "mean", "none")
 WireCodec = Literal["auto", "fp32", "fp16", "bf16", "int8"]
@@ -234,6 +235,8 @@ class Recipe:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    width: WidthConfig | None = None
+    """A budget, inside which rows are as wide as they deserve; without it all are whole."""
     run: RunConfig = field(default_factory=RunConfig)
     name: str = field(default="recipe", compare=False)
     """Names the run folder; not part of the file."""
@@ -277,6 +280,8 @@ class Recipe:
         tables |= {name: to_mapping(table) for name, table in self.tables.named.items()}
         del tables["named"]
         sections["pooling"] = Section(self.pooling)
+        if self.width is None:  # no word of it: recipes from before there was width keep their hash
+            del sections["width"]
         return sections
 
     def to_toml(self) -> str:
@@ -288,7 +293,8 @@ class Recipe:
         named = {name: replace(own, sharding=None, expected_rows=None) for name, own in self.tables.named.items()}
         described = {name: own for name, own in named.items() if own != TableConfig()}
         tables = replace(self.tables, sharding="auto", named=described)
-        same = replace(self, run=replace(self.run, folder=""), tables=tables, tiers=TiersConfig())
+        width = None if self.width is None else self.width.as_found()
+        same = replace(self, run=replace(self.run, folder=""), tables=tables, tiers=TiersConfig(), width=width)
         return hashlib.sha256(same.to_toml().encode()).hexdigest()[:16]
 
 

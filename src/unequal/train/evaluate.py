@@ -16,6 +16,7 @@ from .device import Device
 from .processes import Ranks
 from .run import CHECKPOINTS, Report, peak_memory_bytes
 from .session import Score, load_weights, make_model, open_data, score, scoring_reader
+from .width_report import width_report
 
 TRUTH_TEST_SHARE = 0.2
 """truth.json knows two sets of rows: all of them, and this last share by time."""
@@ -119,6 +120,7 @@ def make_report(
         exchange=exchange or {},
         tiers=tiers or {},
         plan=plan or [],
+        width=width_report(embeddings, mesh, folder, steps),
         seconds_to_first_step=seconds_to_first_step,
     )
 

@@ -20,6 +20,7 @@ from ..exchange.mesh import Mesh
 from ..kernels.request import mix64
 from ..plan.placement import Tiers
 from ..plan.plan import Plan
+from ..storage.narrow import NarrowStorage
 from . import checkpoint
 from .config import Recipe
 from .device import Device
@@ -77,11 +78,29 @@ def tensors_of(model: nn.Module, embeddings: Embeddings) -> Iterator[tuple[str, 
     """Every tensor of the model that this rank holds, tables slab by slab and live rows only."""
     yield from checkpoint.dense_state(model, embeddings).items()
     for shard, storage in embeddings.shard_storages():
+        if isinstance(storage, NarrowStorage):
+            yield from ((f"embeddings.{shard.table}.{name}", part) for name, part in _narrow_tensors(storage))
+            continue
         for name, slabs in zip(storage.parts, (storage.rows.weights, *storage.rows.states)):
             left = storage.live
             for slab in slabs:
                 yield f"embeddings.{shard.table}.{name}", slab[:left]
                 left -= min(left, slab.shape[0])
+
+
+def _narrow_tensors(storage: NarrowStorage) -> Iterator[tuple[str, Tensor]]:
+    """Values and optimizer state of live rows, slab by slab of every width."""
+    records, item = storage.records, storage.table.dtype.itemsize
+    for k in range(1, records.chunks + 1):
+        width, *begins = records.layout[k].tolist()
+        left = storage.counts[k]
+        for slab in records.slabs[k]:
+            rows = slab[:left]
+            # A last word may be used by half: what lies in the rest of it means nothing.
+            yield "weight", rows[:, : -(-width * item // 4)].contiguous().view(storage.table.dtype)[:, :width]
+            for (name, per), begin in zip(storage.optimizer.state, begins):
+                yield name, rows[:, begin : begin + (1 if per == "row" else width)]
+            left -= min(left, slab.shape[0])
 
 
 def choose_plan(

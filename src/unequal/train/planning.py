@@ -22,6 +22,7 @@ from ..models import build_model
 from ..plan.allocate import Objective
 from ..plan.cost import Setting
 from ..plan.memory import LOOKUP_BYTES
+from ..plan.narrowed import within_budget
 from ..plan.plan import Plan, inputs_of
 from ..plan.planner import Planner
 from ..plan.profiled import loads_from_profile
@@ -30,6 +31,7 @@ from ..plan.topology import Topology
 from ..plan.workload import TableLoad, measure
 from ..stats.profile import Profile
 from ..stats.source import source_of
+from ..width import Width
 from .build import build_tables
 from .config import Recipe
 from .session import open_data
@@ -99,7 +101,7 @@ def profiled_loads(recipe: Recipe, profile: Profile) -> dict[str, TableLoad]:
         expected_rows=recipe.expected_rows(),
         sharding=recipe.sharding_of(),
     )
-    return with_popularity(loads, profile)
+    return with_popularity(within_budget(loads, _width(recipe)), profile)
 
 
 def _give_back() -> None:
@@ -190,7 +192,7 @@ def _sample(recipe: Recipe, data: Dataset, most: int) -> tuple[list[Batch], int]
 
 
 def _loads(recipe: Recipe, sample: list[Batch], total: int) -> dict[str, TableLoad]:
-    return measure(
+    loads = measure(
         build_tables(recipe),
         recipe.optimizer.build_tables(),
         sample,
@@ -199,6 +201,11 @@ def _loads(recipe: Recipe, sample: list[Batch], total: int) -> dict[str, TableLo
         expected_rows=recipe.expected_rows(),
         sharding=recipe.sharding_of(),
     )
+    return within_budget(loads, _width(recipe))
+
+
+def _width(recipe: Recipe) -> Width | None:
+    return None if recipe.width is None or recipe.width.searches else recipe.width.build()
 
 
 def _fixed(

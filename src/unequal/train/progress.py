@@ -63,6 +63,19 @@ class Lines(Progress):
         self.say(f"step {step:,}/{self._total:,}  loss {loss:.4f}  {speed}  {left:,.0f} s left")
 
 
+class Trial(Progress):
+    """A training that only tries something out: how far it is, but none of its lines."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown, self.interval = shown, shown.interval
+
+    def start(self, total_steps: int, step: int) -> None:
+        self._shown.start(total_steps, step)
+
+    def update(self, step: int, loss: float, samples_per_second: float) -> None:
+        self._shown.update(step, loss, samples_per_second)
+
+
 class Bar(Progress):
     """rich's progress bar, with loss, speed and the time left."""
 
@@ -91,6 +104,8 @@ class Bar(Progress):
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, total_steps: int, step: int) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
         self._task = self._bar.add_task("", total=total_steps, completed=step, loss="–", speed="–")
         self._bar.start()
 

@@ -17,18 +17,17 @@ from ..errors import CheckpointError
 from ..optim import Optimizer
 from ..plan.placement import Shard, part_of
 from ..storage import HashedStorage, Storage
+from ..storage.narrow import NarrowStorage
 from ..storage.tables import RARE_SLOT
 from ..tables import Table
 from ..tensorfile import NAMES, TensorFile
-from .saved import OpenFiles, SavedCheckpoint, SavedShard, SavedTable, entries, live_entries
+from ..width import Width
+from .resharding_width import fill_narrow
+from .saved import OpenFiles, OtherTables, SavedCheckpoint, SavedShard, SavedTable, entries, live_entries
 
 CHUNK = 16 << 20
 """bytes of rows that are read at a time"""
 REMEDY = "load it with the recipe it was saved with"
-
-
-class OtherTables(CheckpointError):
-    """A whole checkpoint, but of other tables."""
 
 
 class Tables(Protocol):
@@ -53,27 +52,45 @@ def optimizer_of(embeddings: Tables, table: str) -> Optimizer:
     return embeddings.tables[table].optimizer or embeddings.optimizer
 
 
-def fill(saved: SavedCheckpoint, embeddings: Tables) -> None:
-    """Gives the shards this process holds the rows, optimizer state and ids of the checkpoint."""
+def budget_of(embeddings: Tables, table: str) -> str:
+    """A table's width budget, or the one it shares, to compare it with another."""
+    width: Width | None = getattr(embeddings, "width", None)
+    if width is None:
+        return ""
+    budget = width.budget_of(table) or width.common
+    return f"{budget.share} of all values" if budget.size is None else f"{budget.size} bytes"
+
+
+def fill(saved: SavedCheckpoint, embeddings: Tables) -> bool:
+    """Gives the shards this process holds the rows, optimizer state and ids of the checkpoint. Returns whether tables whose rows
+    differ in width go on exactly as they were."""
     check(saved, embeddings)
+    exact = True
     for shard, storage in embeddings.shard_storages():
         table = saved.tables[shard.table]
         with OpenFiles(saved) as files:
-            if isinstance(storage, HashedStorage):
+            if isinstance(storage, NarrowStorage):
+                sources = [source for source in table.shards if _meets(source, shard)]
+                exact = fill_narrow(table, sources, shard, storage, files) and exact
+                exact = exact and table.width is not None and table.width.budget == budget_of(embeddings, shard.table)
+            elif isinstance(storage, HashedStorage):
                 _fill_hashed(table, shard, storage, files)
             else:
                 _fill_dense(table, shard, storage, files)
     embeddings.step = saved.tables_step
+    return exact
 
 
 def check(saved: SavedCheckpoint, embeddings: Tables) -> None:
     """Raises unless the checkpoint holds these tables, all and no others, in the same shape and with the same optimizer."""
+    narrow = {shard.table: isinstance(storage, NarrowStorage) for shard, storage in embeddings.shard_storages()}
     for name in dict.fromkeys([*embeddings.tables, *saved.tables]):
         if name not in saved.tables or name not in embeddings.tables:
             raise OtherTables(
                 f"{saved.path}: expected the tables {list(embeddings.tables)}, the saved ones are {list(saved.tables)}; "
                 f"{REMEDY}"
             )
+        _check_width(saved, name, narrow)
         table, optimizer = embeddings.tables[name], optimizer_of(embeddings, name)
         found, expected = _described(saved.tables[name]), _description(table, optimizer)
         for what, value in expected.items():
@@ -81,6 +98,22 @@ def check(saved: SavedCheckpoint, embeddings: Tables) -> None:
                 raise OtherTables(
                     f"{saved.path}: table '{name}': expected {what} {value}, the saved one has {found[what]}; {REMEDY}"
                 )
+
+
+def _check_width(saved: SavedCheckpoint, name: str, narrow: Mapping[str, bool]) -> None:
+    """Raises where rows differ in width in one of the two only. A rank that holds nothing of the table has nothing to say."""
+    if name not in narrow or narrow[name] == (saved.tables[name].width is not None):
+        return
+    if narrow[name]:
+        raise OtherTables(
+            f"{saved.path}: table '{name}': expected rows of different width, the saved ones are whole, and nothing says what "
+            'each is worth; load it without a width budget, or train with one from the beginning (start = "full" begins with '
+            "whole rows)"
+        )
+    raise OtherTables(
+        f"{saved.path}: table '{name}': expected whole rows, the saved ones differ in width; load it with the width budget it "
+        "was saved with, or write it out with `unequal export`"
+    )
 
 
 def _description(table: Table, optimizer: Optimizer) -> dict[str, object]:
@@ -102,7 +135,7 @@ def _described(saved: SavedTable) -> dict[str, object]:
         "dtype": NAMES[saved.dtype],
         "optimizer": saved.optimizer,
         "optimizer state": dict(sorted(saved.state.items())),
-        "a row for rare ids:": saved.shares_rare,
+        "a row for rare ids:": None if saved.width is not None else saved.shares_rare,
     }
 
 

@@ -64,6 +64,9 @@ class Report:
     """How the tables are spread, a line per kind."""
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of every table with tiers: rows in each, the share of reads they serve, and how that would be were they chosen anew."""
+    width: dict[str, Any] = field(default_factory=dict)
+    """With a budget: kept share, gross and net compression, bytes, live rows, rounds, values pruned and regained, width by
+    popularity, and the budgets that were tried where it was looked for. What is not known of unbounded ids is not there."""
     seconds_to_first_step: float | None = None
     """From the command to the end of the first step."""
 
@@ -93,12 +96,7 @@ def create_run_folder(recipe: Recipe) -> Path:
     try:
         if not recipe.run.folder:
             return _next_free(Path("runs"), recipe.name)
-        folder = Path(recipe.run.folder.replace("{name}", recipe.name)).expanduser()
-        if any((folder / name).exists() for name in (RECIPE, METRICS, CHECKPOINTS)):
-            raise UserError(
-                f"{folder}: this folder already holds a run; continue it with --resume {folder}, "
-                "or choose another with --set run.folder=…"
-            )
+        folder = chosen_folder(recipe)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     except OSError as error:
@@ -106,6 +104,17 @@ def create_run_folder(recipe: Recipe) -> Path:
             f"{error.filename or recipe.run.folder}: cannot make the run folder: {error.strerror}; "
             "choose another with --set run.folder=…"
         ) from error
+
+
+def chosen_folder(recipe: Recipe) -> Path:
+    """The folder that the recipe names, if it holds no run yet."""
+    folder = Path(recipe.run.folder.replace("{name}", recipe.name)).expanduser()
+    if any((folder / name).exists() for name in (RECIPE, METRICS, CHECKPOINTS)):
+        raise UserError(
+            f"{folder}: this folder already holds a run; continue it with --resume {folder}, "
+            "or choose another with --set run.folder=…"
+        )
+    return folder
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,13 +19,20 @@ from ..errors import CheckpointError, nearest
 from ..plan.placement import part_of
 from ..tensorfile import DTYPES, NAMES, Checksums, TensorFile, checksum_text
 from .packing import unpack
+from .saved_width import NarrowReader, SavedRows, SavedWidth
 
 FORMAT = 2
+FORMAT_WITH_WIDTH = 3
+"""where rows of a table differ in width"""
 STATE = "state.json"
 MODEL = "model/"
 TABLES = "embeddings."
 """what the names of tables start with in a model's state"""
 AT_ONCE = 65536
+
+
+class OtherTables(CheckpointError):
+    """A whole checkpoint, but of other tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class SavedShard:
     """that have a row"""
     tensors: dict[str, str]
     """weight, states, ids, slots → name in the file"""
+    width: SavedRows | None = None
+    """where rows differ in width"""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -57,14 +66,16 @@ class SavedShard:
             "rows": self.rows,
             "ids": self.ids,
             "tensors": self.tensors,
+            **({} if self.width is None else {"width": asdict(self.width)}),
         }
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> SavedShard:
         first, last = entry["columns"]
         return cls(
-            entry["file"], first, last, entry["part"], entry["parts"], entry["rows"], entry["ids"], entry["tensors"]
-        )
+            entry["file"], first, last, entry["part"], entry["parts"], entry["rows"], entry["ids"], entry["tensors"],
+            SavedRows(**entry["width"]) if "width" in entry else None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +97,14 @@ class SavedTable:
     kind: str | None
     """of sharding, where the run was sharded"""
     shards: tuple[SavedShard, ...]
+    width: SavedWidth | None = None
+    """where rows differ in width; `rows` are then those that there could be, where ids are not unbounded"""
 
     @property
     def shares_rare(self) -> bool:
         """Whether each shard's first row is the one that rare ids share."""
+        if self.width is not None:
+            return False
         if self.admit_after is not None:
             return self.admit_after > 1
         return self.hashed and any(shard.rows > shard.ids for shard in self.shards)
@@ -99,6 +114,11 @@ class SavedTable:
         """The shards of each piece of columns, in the order of columns and parts."""
         shards = sorted(self.shards, key=lambda shard: (shard.first, shard.last, shard.part))
         return [tuple(piece) for _, piece in groupby(shards, key=lambda shard: (shard.first, shard.last))]
+
+    @property
+    def live(self) -> int:
+        """Ids that have a row."""
+        return sum(shard.ids for shard in self.shards if shard.first == 0)
 
     def check(self) -> None:
         """Raises unless the shards make up the whole table, each part of it once."""
@@ -119,12 +139,14 @@ class SavedTable:
             "state": self.state,
             "kind": self.kind,
             "shards": [shard.to_json() for shard in self.shards],
+            **({} if self.width is None else {"width": asdict(self.width)}),
         }
 
     @classmethod
     def from_json(cls, name: str, entry: dict[str, Any]) -> SavedTable:
         shards = tuple(SavedShard.from_json(shard) for shard in entry["shards"])
-        return cls(name=name, **entry | {"dtype": DTYPES[entry["dtype"]], "shards": shards})
+        width = SavedWidth(**entry["width"]) if "width" in entry else None
+        return cls(name=name, **entry | {"dtype": DTYPES[entry["dtype"]], "shards": shards, "width": width})
 
 
 class OpenFiles(ExitStack):
@@ -206,6 +228,12 @@ class SavedCheckpoint:
             )
         return int(found[name])
 
+    @property
+    def purses(self) -> dict[str, float]:
+        """Of tables with a width budget: values that new rows could still take up, of all tables that share the budget."""
+        shards = {name: table.shards[0].width for name, table in self.tables.items()}
+        return {name: width.purse for name, width in shards.items() if width is not None}
+
     def has(self, table: str, ids: Tensor | Iterable[int]) -> Tensor:
         """Of every id, whether it has a row."""
         saved, ids = self._table(table), _ids(ids)
@@ -217,7 +245,8 @@ class SavedCheckpoint:
         return found
 
     def rows(self, table: str, ids: Tensor | Iterable[int]) -> dict[str, Tensor]:
-        """The rows of these ids, "weight" and by name the optimizer's states; of the files only what they lie in is read."""
+        """The rows of these ids, "weight" and by name the optimizer's states; of the files only what they lie in is read. Where
+        rows differ in width, what a row lacks is zero, and "width" says how many values it has."""
         saved, ids = self._table(table), _ids(ids)
         with OpenFiles(self) as files:
             return self._rows(saved, ids, files, {})
@@ -239,6 +268,8 @@ class SavedCheckpoint:
         out = {"weight": torch.empty(ids.numel(), saved.dim, dtype=saved.dtype)}
         for name, per in saved.state.items():
             out[name] = torch.empty((ids.numel(), saved.dim) if per == "value" else ids.numel())
+        if saved.width is not None:
+            out["width"] = torch.empty(ids.numel(), dtype=torch.int64)
         for piece in saved.pieces:
             for shard in piece:
                 mine = (part_of(ids, shard.parts, saved.hashed) == shard.part).nonzero().flatten()
@@ -253,6 +284,11 @@ class SavedCheckpoint:
                         f"{self.path}: table '{saved.name}' has no row for id {unknown}; ask with has() which ids have one"
                     )
                 distinct, back = torch.unique(rows, return_inverse=True)
+                if saved.width is not None:
+                    found = NarrowReader(saved, shard, files).rows(distinct)
+                    for name, target in out.items():
+                        target[mine] = found[name][back]
+                    continue
                 for name, target in out.items():
                     values = files[shard.file].gather(shard.tensors[name], distinct)[back]
                     if target.dim() == 1:
@@ -291,6 +327,11 @@ class SavedCheckpoint:
                     if "weight" not in tensors or table in tables:
                         continue
                     weight, hashed = entries[tensors["weight"]], "ids" in tensors
+                    if "widths" in tensors:
+                        raise CheckpointError(
+                            f"{self.path}: table '{table}' has rows of different width and was saved as a part of the model's "
+                            "state; load it with load_state_dict, or save it with `embeddings=`"
+                        )
                     rows, dim = weight.shape
                     ids = int((files[file].read(tensors["slots"]) >= 0).sum()) if hashed else rows
                     state = {
@@ -309,7 +350,8 @@ class Directory:
     def __init__(self, saved: SavedTable, shard: SavedShard, files: OpenFiles) -> None:
         self.saved, self.shard = saved, shard
         self._sorted: tuple[Tensor, Tensor] | None = None
-        if saved.hashed:
+        self._listed = saved.hashed or saved.width is not None
+        if self._listed:
             ids, rows = live_entries(shard, files)
             self._in_order = ids
             order = ids.argsort()
@@ -328,7 +370,7 @@ class Directory:
 
     def ids(self, at_once: int) -> Iterator[Tensor]:
         """In the order of their rows."""
-        if self.saved.hashed:
+        if self._listed:
             yield from (part for part in self._in_order.split(at_once) if part.numel())  # type: ignore[no-untyped-call]
         else:
             for first in range(0, self.shard.rows, at_once):
@@ -343,6 +385,8 @@ def entries(shard: SavedShard, files: OpenFiles) -> tuple[Tensor, Tensor]:
 
 
 def live_entries(shard: SavedShard, files: OpenFiles) -> tuple[Tensor, Tensor]:
+    if shard.width is not None:
+        return files[shard.file].read(shard.tensors["ids"]), torch.arange(shard.rows)
     ids, slots = entries(shard, files)
     live = slots >= 0
     return ids[live], slots[live]
@@ -370,9 +414,9 @@ def read_index(path: Path) -> dict[str, Any]:
         version, checksum = index["format"], index["checksum"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: is damaged: it is not a checkpoint's index ({error})") from None
-    if version not in (1, FORMAT):
+    if version not in (1, FORMAT, FORMAT_WITH_WIDTH):
         raise CheckpointError(
-            f"{where}: expected checkpoint format 1 or {FORMAT}, got {version!r}; "
+            f"{where}: expected checkpoint format 1 to {FORMAT_WITH_WIDTH}, got {version!r}; "
             "read it with the version of unequal that wrote it"
         )
     if checksum != _checksum({key: index[key] for key in index if key != "checksum"}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +23,13 @@ from .counting import ExchangeCount
 from .evaluate import make_report
 from .parallel import choose_plan, data_parallel, seed_rank, summary, tensors_of
 from .processes import Ranks
-from .progress import Progress, progress_for
-from .run import CHECKPOINTS, PLAN, RECIPE, REPORT, Report, create_run_folder, open_log, write_json
+from .progress import Progress, Trial, progress_for
+from .run import CHECKPOINTS, PLAN, RECIPE, REPORT, Report, chosen_folder, create_run_folder, open_log, write_json
 from .session import Score, load_weights, make_model, open_data, score, scoring_reader, training_reader
 from .together import Turn, part_of_loss, together
+from .width_plot import write_plot
+from .width_report import WIDTH, WidthCount
+from .width_search import SEARCH, Found, Outcome, found_before, search_budget
 
 OUT_OF_MEMORY = "lower run.batch_size or run.evaluation_batch_size, make the model smaller, or choose --device cpu"
 
@@ -79,7 +83,18 @@ def train(
             torch.set_num_threads(recipe.run.threads)
         with progress_for(progress and ranks.rank == 0) as shown, ranks.device.explained(OUT_OF_MEMORY):
             resume = resume or ranks.remembered()
+            found: Found | None = None
+            if recipe.width is not None and recipe.width.searches:
+                if resume is not None:
+                    recipe = found_before(recipe, resume)
+                else:
+                    if recipe.run.folder:  # before the search, not after it
+                        ranks.first(lambda: str(chosen_folder(recipe)))
+                    found = search_budget(recipe, partial(attempt, shown=shown, ranks=ranks, plan=plan), shown.say)
+                    recipe = found.recipe
             trainer = Trainer(recipe, resume, shown, ranks, plan, started)
+            if found is not None and ranks.rank == 0:
+                write_json(trainer.folder / SEARCH, found.to_json())
             ranks.describe = trainer.describe
             try:
                 trainer.fit()
@@ -88,13 +103,37 @@ def train(
             return trainer.finish()
 
 
+def attempt(recipe: Recipe, *, shown: Progress, ranks: Ranks, plan: Path | None) -> Outcome:
+    """Trains a recipe to see how well it does on the validation part, and keeps nothing of it."""
+    trainer = Trainer(recipe, None, Trial(shown), ranks, plan, time.time(), trial=True)
+    if trainer.validation.rows:
+        trainer.fit()
+    losses = trainer.validation_losses
+    if not losses:
+        raise UserError(
+            'width.budget: expected a validation part to find a budget by "auto", got none; set data.split.validation, '
+            "or give a budget"
+        )
+    held = sum(sum(memory.values()) for memory in ranks.mesh.gather(trainer.embeddings.memory()))
+    return Outcome(min(losses) if recipe.run.select_best else losses[-1], held)
+
+
 class Trainer:
     """A run in progress: model, readers, optimizer, and where it stands. With several ranks there is one on each, and all stand
     at the same step; what is decided on the way follows from numbers that all have."""
 
     def __init__(
-        self, recipe: Recipe, resume: Path | None, shown: Progress, ranks: Ranks, plan: Path | None, started: float
+        self,
+        recipe: Recipe,
+        resume: Path | None,
+        shown: Progress,
+        ranks: Ranks,
+        plan: Path | None,
+        started: float,
+        *,
+        trial: bool = False,
     ) -> None:
+        """`trial`: it has no folder and leaves nothing behind."""
         self.ranks, self.mesh, self.device, self.shown = ranks, ranks.mesh, ranks.device, shown
         device, mesh = self.device, self.mesh
         self.data = open_data(recipe, mesh, shown.say)
@@ -123,9 +162,16 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device.torch)
         """Where they are: the sum of this rank's parts since the last line of the log."""
         self.exchange = ExchangeCount(self.embeddings, mesh)
+        self.widths = WidthCount(self.embeddings, mesh)
         self.bookmark: Bookmark | None = None
         """Where the reader stood after the batch of the last step; None where that is where it is."""
-        if resume is None:
+        self.validation_losses: list[float] = []
+        """of this process's evaluations, mean over tasks"""
+        self.trial = trial
+        if trial:
+            self.folder = Path()
+            seed_rank(recipe.run.seed, mesh)
+        elif resume is None:
             self.folder = Path(ranks.first(lambda: str(create_run_folder(recipe))))
             ranks.remember(self.folder)
             seed_rank(recipe.run.seed, mesh)
@@ -137,7 +183,7 @@ class Trainer:
         self.exchange.begin(self.at.step, self.at.seconds)
         self.started = started
         self.seconds_to_first_step: float | None = None
-        if mesh.rank == 0:
+        if mesh.rank == 0 and not trial:
             if self.plan is not None:
                 self.plan.save(self.folder / PLAN)
             (self.folder / RECIPE).write_text(self.recipe.to_toml(), encoding="utf-8")
@@ -152,7 +198,8 @@ class Trainer:
         """Steps until the epochs or the steps are over, or nothing improves any more."""
         run, at = self.recipe.run, self.at
         self.shown.start(self.total_steps, at.step)
-        with open_log(self.folder, at.metrics_bytes, at.step, write=self.mesh.rank == 0) as self.log:
+        written = self.mesh.rank == 0 and not self.trial
+        with open_log(self.folder, at.metrics_bytes, at.step, write=written) as self.log:
             self.clock = self.shown_at = time.perf_counter()
             while at.epoch < run.epochs and not self._over():
                 for turn in together(self.reader, self.mesh, note=self.reader.bookmark, flag=self._due):
@@ -204,6 +251,8 @@ class Trainer:
         )
         if self.mesh.rank == 0:
             write_json(self.folder / REPORT, report.to_json())
+            if report.width:
+                write_plot(self.folder, report.width)
         return report
 
     def _score(self, reader: Reader) -> Score:
@@ -237,6 +286,9 @@ class Trainer:
 
         self.bookmark = turn.note
         at.step, at.samples, at.loss_count = at.step + 1, at.samples + turn.samples, at.loss_count + 1
+        changed = self.widths.new_round()
+        if changed is not None:
+            self.log.write(WIDTH, at.step, at.epoch, changed)
         if self.deferred:
             self.loss_sum += loss.detach()
             if self.device.deferred and not self.warm:
@@ -285,6 +337,7 @@ class Trainer:
             "samples": at.samples,
             "samples_per_second": at.samples_per_second,
             **self.exchange.since_last_line(),
+            **self.widths.since_last_line(),
             **{
                 f"tiers_{table}_{name}": value
                 for table, own in self.exchange.tiers().items()
@@ -294,6 +347,8 @@ class Trainer:
         at.loss_sum, at.loss_count = 0.0, 0
         self.loss_sum.zero_()
         self.log.write("train", at.step, at.epoch, values)
+        if self.recipe.width is not None:  # what the ranks told each other of widths is no step's exchange
+            self.exchange.skip()
 
     def _evaluate(self) -> None:
         """Scores the validation part. Where it is the best so far, that is worth a checkpoint."""
@@ -302,6 +357,9 @@ class Trainer:
             return
         self._settle()
         result = self._score(self.validation)
+        losses = [task["log_loss"] for task in result.metrics["tasks"].values()]
+        if None not in losses:
+            self.validation_losses.append(sum(losses) / len(losses))
         at.evaluated_step = at.step
         at.evaluations_since_best += 1
         value = result.value
@@ -320,6 +378,8 @@ class Trainer:
     def _checkpoint(self) -> None:
         at, folder = self.at, self.folder / CHECKPOINTS
         self._settle()
+        if self.trial:
+            return
         at.metrics_bytes = self.log.position()
         if self.mesh.share(at == self.saved):
             return
@@ -373,7 +433,7 @@ class Trainer:
         self.shown.say(f"resumed {self.folder} at step {self.at.step:,}")
 
     def _diverged(self, what: str) -> str:
-        saved = checkpoint.latest(self.folder / CHECKPOINTS)
+        saved = None if self.trial else checkpoint.latest(self.folder / CHECKPOINTS)
         kept = f"the checkpoint {saved.name} is intact" if saved is not None else "no checkpoint was written yet"
         return (
             f"{what}; lower optimizer.dense_lr or optimizer.tables_lr, add schedule.warmup_steps, "

@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.request import Records, mix64
+from ..kernels.request import WAYS, Records, mix64
 from ..optim import Optimizer
+from ..storage.memory import give_back_freed
 from ..storage.narrow import Census, Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
 from .policy import Policy, Rows, policy_of
 
 SAMPLE = 200_000
-"""rows of a table from which the threshold is found"""
-HALVINGS = 48
+"""rows from which the threshold is found"""
+HALVINGS = 36
 MARGIN = 0.05
 """by which growth is cut more than it must be: which rows grow is decided by their ids"""
-FOLLOWED = 16_384
+FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
+FOLLOWING = 0.1
+"""of a budget in bytes"""
 OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
 
@@ -152,14 +155,21 @@ class Rounds:
         self._check_minimum(group, table, chunk)
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
-            rows=expected, candidates=self._candidates(table, keep), decay=self.width.decay if self.policy.fades else 1.0,
+            rows=expected, candidates=self._candidates(group, table, keep), decay=self.width.decay if self.policy.fades else 1.0,
             purse=group.purse,
         )  # fmt: skip
 
-    def _candidates(self, table: Table, keep: float) -> int:
-        """Half as many as rows that could be whole; small tables are followed wholly, twice over: buckets fill unevenly."""
-        rows = table.rows if table.rows is not None else 1 << 20
-        return min(2 * rows + 8, max(FOLLOWED, int(keep * rows / 2 * self.shares[table.name])), 1 << 22)
+    def _candidates(self, group: Group, table: Table, keep: float) -> int:
+        """Half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
+        Of a budget in bytes they take a tenth at most."""
+        share = self.shares[table.name]
+        rows = (table.rows if table.rows is not None else 1 << 20) * share
+        most = min(int(1.25 * rows) + 8, 1 << 22)
+        if group.budget.size is not None:
+            dims = sum(self.tables[name].dim for name in group.tables)
+            each = 12 + 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
+            most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
+        return max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
 
     def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
         """The least that can be kept: one chunk of one row in every table."""
@@ -173,7 +183,7 @@ class Rounds:
             )
         size = (
             sum(
-                256 * 16 + 64 * 12 + self.width.chunk_of(self.tables[name]) * self.tables[name].dtype.itemsize
+                WAYS * 16 + 64 * 12 + self.width.chunk_of(self.tables[name]) * self.tables[name].dtype.itemsize
                 for name in group.tables
             )
             * self.ranks
@@ -196,7 +206,9 @@ class Rounds:
             if group.budget.size is not None and not live:
                 starts = [(name, self.how[name].start * self.how[name].chunk) for name in group.tables]
                 each = sum(
-                    values * self.tables[name].dtype.itemsize + self.optimizers[name].state_bytes_per_row(values) + OVERHEAD
+                    values * self.tables[name].dtype.itemsize
+                    + self.optimizers[name].state_bytes_per_row(values)
+                    + OVERHEAD
                     for name, values in starts
                 ) / sum(values for _, values in starts)
                 budget = group.budget.size / each
@@ -239,6 +251,7 @@ class Rounds:
                 continue
             pruned, regained = pruned + went, regained + came
         self._fill_purses(step)
+        give_back_freed()
         report = RoundReport(
             step,
             int(self.total(float(sum(storage.live for storage in self.storages.values())))),
@@ -259,8 +272,13 @@ class Rounds:
             part.choose(threshold, self.width.hysteresis)
         moved = self.total(float(sum(part.moved() for part in parts)))
         if moved > self.width.most * budget:
+            # What is over the budget goes at once: it is smaller than it was, or shrinks.
+            held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
-                part.hold_back(self.width.most * budget / moved, step)
+                if held > budget:
+                    part.grow_less(self.width.most * budget / moved, step)
+                else:
+                    part.hold_back(self.width.most * budget / moved, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         grown = self.total(float(sum(part.growth() for part in parts)))
         if over > 0 and grown > 0:
@@ -289,15 +307,61 @@ class Rounds:
 
     def _threshold(self, parts: list[_Part], budget: float) -> float:
         """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
+        samples = _samples(parts)
         low, high = -80.0, 80.0  # logarithms
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            spent = self.total(sum(part.estimate(math.exp(middle), self.width.hysteresis) for part in parts))
+            spent = self.total(sum(sample.values(math.exp(middle), self.width.hysteresis) for sample in samples))
             if spent > budget:
                 low = middle
             else:
                 high = middle
         return math.exp(high)
+
+
+def _steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
+    """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
+    grown = policy.chosen(rows, threshold * (1 + hysteresis))
+    shrunk = policy.chosen(rows, threshold / (1 + hysteresis))
+    if old.dtype == torch.bool:
+        return grown | (old & shrunk)
+    return torch.minimum(torch.maximum(old, grown), shrunk)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Rows of tables of one shape, of which each stands for as many as its weight says."""
+
+    policy: Policy
+    rows: Rows
+    old: Tensor
+    weights: Tensor
+
+    def values(self, threshold: float, hysteresis: float) -> float:
+        """that would live"""
+        chosen = _steadily(self.policy, self.rows, self.old, threshold, hysteresis)
+        counts = chosen.sum(1) if chosen.dtype == torch.bool else chosen
+        return float((counts * self.weights).sum()) * self.rows.values
+
+
+def _samples(parts: list[_Part]) -> list[_Sample]:
+    """Tables of one shape together: a model may have hundreds."""
+    step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
+    shapes: dict[tuple[int, int], list[_Part]] = {}
+    for part in parts:
+        shapes.setdefault((part.rows.chunks, part.rows.values), []).append(part)
+    samples = []
+    for (chunks, values), members in shapes.items():
+        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), chunks, values)
+        old = torch.cat([part.held[::step] for part in members])
+        weights = [
+            torch.full(
+                (len(part.held[::step]),), part.old.numel() / max(1, len(part.held[::step])), dtype=torch.float64
+            )
+            for part in members
+        ]
+        samples.append(_Sample(members[0].policy, rows, old, torch.cat(weights).to(old.device)))
+    return samples
 
 
 class _Part:
@@ -309,34 +373,16 @@ class _Part:
         self.census: Census = storage.census()
         self.rows = Rows(policy.measure(self.census.utilities), self.records.chunks, self.records.chunk)
         self.old = self.census.chunks(self.records)
-        count = self.old.numel()
-        step = max(1, count // SAMPLE)
-        self.scale = count / max(1, -(-count // step))
-        some = slice(None, None, step)
-        self.sample = Rows(self.rows.utilities[some], self.records.chunks, self.records.chunk)
-        self.sample_old = self._bits(self.census.masks)[some] if self.census.masks is not None else self.old[some]
+        self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
+        """its chunks, where any may live"""
         self.new: Tensor = self.old
         self.pruned = self.regained = 0
 
     def _bits(self, masks: Tensor) -> Tensor:
         return (masks[:, None] >> torch.arange(self.records.chunks, device=masks.device)) & 1 > 0
 
-    def _steadily(self, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
-        """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
-        grown = self.policy.chosen(rows, threshold * (1 + hysteresis))
-        shrunk = self.policy.chosen(rows, threshold / (1 + hysteresis))
-        if old.dtype == torch.bool:
-            return grown | (old & shrunk)
-        return torch.minimum(torch.maximum(old, grown), shrunk)
-
-    def estimate(self, threshold: float, hysteresis: float) -> float:
-        """Values that would live."""
-        chosen = self._steadily(self.sample, self.sample_old, threshold, hysteresis)
-        return float(chosen.sum()) * self.records.chunk * self.scale
-
     def choose(self, threshold: float, hysteresis: float) -> None:
-        old = self._bits(self.census.masks) if self.census.masks is not None else self.old
-        self.new = self._steadily(self.rows, old, threshold, hysteresis)
+        self.new = _steadily(self.policy, self.rows, self.held, threshold, hysteresis)
 
     @property
     def _counts(self) -> Tensor:
@@ -350,11 +396,7 @@ class _Part:
 
     def _keep(self, which: Tensor) -> None:
         """These rows stay as they are."""
-        if self.new.dtype == torch.bool:
-            assert self.census.masks is not None
-            self.new = torch.where(which[:, None], self._bits(self.census.masks), self.new)
-        else:
-            self.new = torch.where(which, self.old, self.new)
+        self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
 
     def growth(self) -> int:
         return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
@@ -375,10 +417,8 @@ class _Part:
     def prepare(self) -> Callable[[], None]:
         masks = None
         if self.new.dtype == torch.bool:
-            assert self.census.masks is not None
             masks = (self.new.to(torch.int64) << torch.arange(self.records.chunks, device=self.new.device)).sum(1)
-            had = self._bits(self.census.masks)
-            went, came = int((had & ~self.new).sum()), int((self.new & ~had).sum())
+            went, came = int((self.held & ~self.new).sum()), int((self.new & ~self.held).sum())
         else:
             change = self.new - self.old
             went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())

@@ -105,6 +105,10 @@ class NarrowDirectory:
     def find(self, ids: Tensor) -> Tensor:
         return torch.tensor([self._slots.get(id_, -1) for id_ in ids.tolist()], dtype=torch.int64)
 
+    def find_into(self, ids: Tensor, slots: Tensor) -> int:
+        slots.copy_(self.find(ids))
+        return int((slots < 0).sum())
+
     def insert(self, ids: Tensor, slots: Tensor) -> None:
         self._slots.update(zip(ids.tolist(), slots.tolist()))
 

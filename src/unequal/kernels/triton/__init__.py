@@ -1,12 +1,33 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
 from ..reference.route import deal_bags
+from .directory import NarrowDirectory, bucket_of, follow
 from .hash import HashDirectory
 from .initialize import initialize
+from .locating import Directories, admit_all, locate_all
 from .lookup import lookup
+from .narrow import fade, place, rebuild
 from .rounding import round_rows
 from .route import route
 from .unique import unique
 from .update import update
 
-__all__ = ["HashDirectory", "deal_bags", "initialize", "lookup", "round_rows", "route", "unique", "update"]
+__all__ = [
+    "Directories",
+    "HashDirectory",
+    "NarrowDirectory",
+    "admit_all",
+    "bucket_of",
+    "deal_bags",
+    "fade",
+    "follow",
+    "initialize",
+    "locate_all",
+    "lookup",
+    "place",
+    "rebuild",
+    "round_rows",
+    "route",
+    "unique",
+    "update",
+]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..request import Request
 from .launch import aligned, launch
 from .layout import TILE, Layout, layout_of, rows_per_block, warps_for
+from .narrow_lookup import look_up_narrow, resolve
 from .rows import FIELDS, find_last, place_of, rows_in_tile, values_of
 
 
@@ -210,6 +211,7 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor],
     flags = (request.weights is not None, pooled is not None, joined is not None)
     whole = aligned(slots, request.offsets, request.weights, any_output, joined)
     key = (*flags, whole, unit, any_output.dtype, slots.numel() >> 31, stride >> 31)
+    resolved = None if layout.classes is None else resolve(request, layout, slots)
     for group in layout.lookups:
         blocks = blocks_of(request, layout, group.number)
         arguments = (
@@ -219,7 +221,16 @@ def lookup(request: Request, pooled: Tensor | None, sequences: Sequence[Tensor],
         )  # fmt: skip
         constants = (layout.padded_features, group.dims, TILE, unit, group.dtype, group.slabs, *flags)
         warps = warps_for(max(group.dims))
-        launch(layout.compiled, (group.number, *key), look_up, blocks.count, arguments, constants, warps=warps)
+        if resolved is None:
+            launch(layout.compiled, (group.number, *key), look_up, blocks.count, arguments, constants, warps=warps)
+            continue
+        chunk, masked, each, _, *borders = group.narrow
+        launch(
+            layout.compiled, (group.number, *key), look_up_narrow, blocks.count,
+            (blocks.first, blocks.sequence_first, layout.features, resolved, *arguments[6:10], *arguments[11:]),
+            (layout.padded_features, group.dims, TILE, unit, *flags, group.dtype, group.optimizer, chunk, masked, each, *borders),
+            warps=warps,
+        )  # fmt: skip
     if joined is not None and not together:
         for part, source in zip(sequences, joined.split([part.numel() for part in sequences])):
             part.copy_(source.view(part.shape))

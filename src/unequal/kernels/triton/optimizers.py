@@ -51,10 +51,10 @@ def norm(x):
 
 
 @triton.jit
-def apply(w, g, first, second, numbers, clock, DIM: tl.constexpr, OPTIMIZER: tl.constexpr):
+def apply(w, g, first, second, numbers, clock, DIM, OPTIMIZER: tl.constexpr):
     """New weights and states of a tile [rows, columns]. `first` and `second` are the states, of the same shape or [rows, 1] where
     there is one per row. `numbers` points to those of each row's slab, `clock` to the number of this step, from 1, and the
-    factor of the rate. What lies beyond DIM must be 0."""
+    factor of the rate. What lies beyond DIM must be 0, which is one number, or [rows, 1] where rows differ in width."""
     rate = (tl.load(numbers + RATE) * tl.load(clock + 1).to(tl.float32))[:, None]
     decay, eps = tl.load(numbers + DECAY)[:, None], tl.load(numbers + EPS)[:, None]
     beta1, rest1 = tl.load(numbers + BETA1)[:, None], tl.load(numbers + REST1)[:, None]

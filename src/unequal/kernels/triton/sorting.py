@@ -19,6 +19,7 @@ from ...errors import DataError
 from ..request import Request
 from .launch import aligned, ceil_div, launch, power_of_two
 from .layout import Layout, layout_of
+from .records import CLASS_FIELDS, WIDTH, record_of
 from .rows import FIELDS, slab_of
 
 PIECE = 64
@@ -44,7 +45,10 @@ class Sorted:
     pieces: Tensor
     """the first lookup of each piece, negative (its highest bit set) where a run begins there, too; then the end"""
     places: Tensor
-    """of each piece the slab of its row << 48 | the row's place there; -1: no row"""
+    """of each piece the slab of its row << 48 | the row's place there; -1: no row. Where rows differ in width: the address of the
+    row's record"""
+    kinds: Tensor | None
+    """there: its table << 16 | how many values it has"""
     runs: Tensor
     """the first lookup of each run of several pieces, in any order"""
     counters: Tensor
@@ -148,8 +152,8 @@ def count_pieces(keys, counts, counters, clock, count, PIECE: tl.constexpr, CUT:
 
 @triton.jit(do_not_specialize=["count"])
 def cut_pieces(
-    keys, counts, order, sources, pieces, places, sorted_sources, runs, counters, first_keys, tables, count,
-    PIECE: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
+    keys, counts, order, sources, pieces, places, kinds, sorted_sources, runs, counters, first_keys, tables, classes,
+    addresses, count, PIECE: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """See Sorted. Puts the sources into sorted order, too."""
     block = tl.program_id(0)
@@ -162,7 +166,12 @@ def cut_pieces(
     key, start, head, cuts = cuts_of(keys, i, count, PIECE, CUT)
     piece = tl.sum(before, 0) + tl.cumsum(cuts.to(tl.int32), 0) - 1
     tl.store(pieces + piece, tl.where(head, i | -2147483648, i), mask=cuts)
-    tl.store(places + piece, row_places(first_keys, tables, key, cuts, COUNT), mask=cuts)
+    if NARROW:
+        kind, record = row_records(first_keys, tables, classes, addresses, key, cuts, COUNT)
+        tl.store(kinds + piece, kind, mask=cuts)
+        tl.store(places + piece, record, mask=cuts)
+    else:
+        tl.store(places + piece, row_places(first_keys, tables, key, cuts, COUNT), mask=cuts)
     if block == tl.num_programs(0) - 1:
         total = tl.sum(before, 0) + tl.sum(cuts.to(tl.int32), 0)
         tl.store(pieces + total, count | -2147483648)
@@ -181,14 +190,33 @@ def cut_pieces(
 
 
 @triton.jit
-def row_places(first_keys, tables, keys, wanted, COUNT: tl.constexpr):
-    """Of each row number the slab, in the high 16 bits, and the place there; -1 where there is no such row."""
+def tables_of(first_keys, keys, wanted, COUNT: tl.constexpr):
     t = tl.zeros_like(keys).to(tl.int32)
     step = COUNT // 2
     while step > 0:
         t = tl.where(tl.load(first_keys + t + step, mask=wanted, other=0) <= keys, t + step, t)
         step //= 2
+    return t
+
+
+@triton.jit
+def row_records(first_keys, tables, classes, addresses, keys, wanted, COUNT: tl.constexpr):
+    """Of each row number its table << 16 | its width, and the address of its record, -1 where there is no such row."""
+    t = tl.where(wanted, tables_of(first_keys, keys, wanted, COUNT), 0)
     table = tables + t * FIELDS
+    slots = keys.to(tl.int64) - tl.load(table + 4)
+    known = wanted & (slots >= 0) & (slots < tl.load(table + 2))
+    kind, record = record_of(
+        classes, addresses, tl.load(table), tl.load(table + 6), tl.load(table + 1), tl.where(known, slots, 0)
+    )
+    width = tl.load(classes + kind * CLASS_FIELDS + WIDTH).to(tl.int32)
+    return (t << 16) | width, tl.where(known, record, -1)
+
+
+@triton.jit
+def row_places(first_keys, tables, keys, wanted, COUNT: tl.constexpr):
+    """Of each row number the slab, in the high 16 bits, and the place there; -1 where there is no such row."""
+    table = tables + tables_of(first_keys, keys, wanted, COUNT) * FIELDS
     slots = keys.to(tl.int64) - tl.load(table + 4, mask=wanted, other=0)
     known = (slots >= 0) & (slots < tl.load(table + 2, mask=wanted, other=0))
     slab, place = slab_of(tl.load(table + 1, mask=wanted, other=-1), tl.where(known, slots, 0))
@@ -232,11 +260,13 @@ def _cut(layout: Layout, clock: Tensor, keys: Tensor, order: Tensor, sources: Te
     room = [4, -(-blocks // 4) * 4, -(-count // 4) * 4, count + 1]
     counters, counts, runs, pieces = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
     places = torch.empty(count, dtype=torch.int64, device=device)
+    kinds = None if layout.classes is None else torch.empty(count, dtype=torch.int32, device=device)
     sorted_sources = torch.empty_like(sources)
     launch(layout.compiled, None, count_pieces, blocks, (keys, counts, counters, clock, count), (PIECE, CUT), warps=4)
     arguments = (
-        keys, counts, order, sources, pieces, places, sorted_sources, runs, counters, layout.first_keys, layout.tables, count,
+        keys, counts, order, sources, pieces, places, kinds, sorted_sources, runs, counters, layout.first_keys,
+        layout.tables, layout.classes, layout.slabs, count,
     )  # fmt: skip
-    constants = (PIECE, CUT, len(layout.first_keys))
+    constants = (PIECE, CUT, len(layout.first_keys), kinds is not None)
     launch(layout.compiled, sources.dtype, cut_pieces, blocks, arguments, constants, warps=4)
-    return Sorted(keys, order, sorted_sources, factors, pieces, places, runs, counters)
+    return Sorted(keys, order, sorted_sources, factors, pieces, places, kinds, runs, counters)

@@ -18,11 +18,13 @@ from ..request import Request
 from . import sorting
 from .launch import INTERPRETED, launch
 from .layout import Layout, layout_of, warps_for
+from .narrow_update import join_pieces_narrow, update_pieces_narrow
 from .optimizers import NUMBERS, apply, state_width
 from .random import row_key
 from .rounding import round_to
 from .rows import SLAB_FIELDS, rows_in_tile, values_of
-from .sorting import row_places, sort
+from .sorting import Sorted, row_places, sort
+from .summing import gradient_rows, sum_of_run
 
 TILE = 256
 """values a program of update_pieces holds: 2 rows of 128"""
@@ -89,23 +91,6 @@ def update_rows(
         step_key = row_key(tl.load(record + 4), tl.load(clock).to(tl.int64))
         row_keys = row_key(step_key, place + tl.load(record + 1))
         tl.store(pointers, round_to(w, row_keys[:, None], columns[None, :], DTYPE), mask=values)
-
-
-@triton.jit
-def gradient_rows(
-    source, i, more, order, factors, gradients, gradient_first, columns,
-    UNIT: tl.constexpr, DIM: tl.constexpr, FACTORS: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the sorted lookups i, whose sources are given."""
-    source = source.to(tl.int64)
-    if SEQUENCES:
-        source = (source & ((1 << 44) - 1)) + tl.load(gradient_first + (source >> 44), mask=more, other=0)
-    # In units, so that the compiler sees that rows start on borders wide loads may start on.
-    rows = (gradients + source * UNIT)[:, None] + columns[None, :]
-    g = tl.load(rows, mask=more[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
-    if FACTORS:
-        g *= tl.load(factors + tl.load(order + i, mask=more, other=0), mask=more, other=0.0)[:, None]
-    return g
 
 
 @triton.jit
@@ -182,25 +167,10 @@ def join_run(
     DTYPE: tl.constexpr, OPTIMIZER: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    AHEAD: tl.constexpr = max(1, min(JOIN, JOIN * 128 // BLOCK))
     columns = tl.arange(0, BLOCK)
-    inside = columns < DIM
     live = tl.full((1,), 1, tl.int1)
     w, state, second = read_rows(place, live, columns, address, slab_count, DIM, DTYPE, OPTIMIZER)
-    total = tl.load(partial + (begin // PIECE * 2 + 1).to(tl.int64) * WIDEST + columns, mask=inside, other=0.0)
-    # Pieces follow each other every PIECE lookups, but begin afresh at multiples of CUT.
-    border = (begin // CUT + 1) * CUT
-    in_first = (border - begin + PIECE - 1) // PIECE
-    first = 1
-    more = 1
-    while more != 0:
-        number = first + tl.arange(0, AHEAD)
-        at = tl.where(number < in_first, begin + number * PIECE, border + (number - in_first) * PIECE)
-        same = (at < count) & (tl.load(keys + at, mask=at < count, other=-2) == key)
-        parts = (partial + (at // PIECE * 2).to(tl.int64) * WIDEST)[:, None] + columns[None, :]
-        total += tl.sum(tl.load(parts, mask=same[:, None] & inside[None, :], other=0.0), 0)
-        first += AHEAD
-        more = (tl.sum(same.to(tl.int32), 0) == AHEAD).to(tl.int32)
+    total, _ = sum_of_run(keys, key, partial, begin, count, columns, PIECE, CUT, DIM, WIDEST, JOIN)
     update_rows(
         place, live, w, state, second, total[None, :], columns, slab_records, slab_numbers, clock, address, slab_count,
         DIM, DTYPE, OPTIMIZER,
@@ -262,7 +232,7 @@ def _apply(
     gradients = next(part for part in (pooled, *sequences) if part is not None and part.numel())
     parts = [sequences[spec.place] if spec.pooling is None else pooled for spec in request.features]
     columns = layout.columns if pooled is None else pooled.shape[1]
-    unit, firsts = math.gcd(layout.unit, columns), None
+    unit, firsts = math.gcd(layout.unit, columns, *layout.record_units), None
     if layout.has_sequences:  # their gradients are tensors of their own
         size = unit * gradients.element_size()
         starts = tuple(0 if part is None else (part.data_ptr() - gradients.data_ptr()) // size for part in parts)
@@ -274,6 +244,9 @@ def _apply(
     count, slabs, compiled = request.ids.numel(), layout.slabs.shape[1], layout.compiled
     room = (count // sorting.PIECE + 1) * 2 * layout.widest
     partial = torch.empty(room, dtype=torch.float32, device=layout.device)
+    if layout.classes is not None:
+        _apply_narrow(request, layout, work, gradients, firsts, partial, clock, unit)
+        return
     shared = (layout.slab_records, layout.slab_numbers, clock, layout.slabs, slabs)
     for group in layout.updates:
         mixed = len(layout.updates) > 1 or len(group.dims) > 1
@@ -292,6 +265,44 @@ def _apply(
              count),
             (sorting.PIECE, sorting.CUT, len(layout.first_keys), group.dims, layout.widest, JOIN, group.dtype,
              group.optimizer),
+            warps=8,
+        )  # fmt: skip
+
+
+def _apply_narrow(
+    request: Request,
+    layout: Layout,
+    work: Sorted,
+    gradients: Tensor,
+    firsts: Tensor | None,
+    partial: Tensor,
+    clock: Tensor,
+    unit: int,
+) -> None:
+    """To rows that differ in width."""
+    records = request.tables[0].records
+    assert records is not None
+    count = request.ids.numel()
+    tables = (
+        layout.tables, layout.slab_records, layout.slab_numbers, layout.gains, records.gain, clock,
+    )  # fmt: skip
+    for group in layout.updates:
+        mixed = len(layout.updates) > 1 or len(group.dims) > 1
+        launch(
+            layout.compiled, (group.number, gradients.dtype, work.sources.dtype, work.factors is not None, unit),
+            update_pieces_narrow, min(PROGRAMS, count),
+            (work.keys, work.pieces, work.places, work.kinds, work.counters, work.order, work.sources, work.factors,
+             gradients, firsts, partial, *tables, group.number, layout.widest // unit),
+            (unit, sorting.PIECE, group.dims, TILE, group.dtype, group.optimizer, work.factors is not None,
+             firsts is not None, mixed, *group.narrow),
+            warps=warps_for(max(group.dims)),
+        )  # fmt: skip
+        launch(
+            layout.compiled, group.number, join_pieces_narrow, min(JOINERS, count),
+            (work.keys, partial, work.runs, work.counters, layout.first_keys, layout.classes, layout.slabs, *tables,
+             group.number, count),
+            (sorting.PIECE, sorting.CUT, len(layout.first_keys), group.dims, layout.widest, JOIN, group.dtype,
+             group.optimizer, *group.narrow),
             warps=8,
         )  # fmt: skip
 

@@ -1,0 +1,116 @@
+"""A training step with rows as wide as they deserve over the same step with plain tables, on one GPU:
+`python -m benchmarks.width_gpu [P S]`. Needs torch, Triton and numpy alone, and runs from the source tree (PYTHONPATH=src).
+
+At 100% all rows of all tables are there, whole. At 10% the tables have come to their widths in WARM_UP steps; then no more rows
+are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `round` is what a step
+that ends in a round takes. Its share is that of a round every 1,000 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import unequal as uq
+
+from .gpu import BATCHES, Step, gradients_for, kernel_times, milliseconds
+from .gpu_workloads import DIM, GpuWorkload, workload
+
+WARM_UP, EVERY = 128, 32
+PIECE = 1 << 20
+"""rows that are made at a time"""
+
+
+def embeddings(work: GpuWorkload, width: uq.Width | None) -> uq.Embeddings:
+    pooling = "sum" if work.pooled else None
+    tables = [uq.Table(f"t{t}", rows=rows, dim=DIM) for t, rows in enumerate(work.rows)]
+    features = {name: uq.Feature(table, pooling) for name, table in zip(work.features, tables)}
+    return uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.01), device="cuda", width=width)
+
+
+def stepper(work: GpuWorkload, module: uq.Embeddings, batches: list[uq.Batch], gradients: list[list[Tensor]]) -> Step:
+    def step(k: int) -> None:
+        output = module(batches[k % len(batches)])
+        parts = [output.pooled] if work.pooled else [output[feature].values for feature in work.features]  # type: ignore[union-attr]
+        torch.autograd.backward(parts, gradients[k % len(batches)])
+
+    return step
+
+
+def fill(module: uq.Embeddings) -> None:
+    for storage in module._narrow_storages().values():
+        rows = storage.table.rows
+        assert rows is not None
+        for first in range(0, rows, PIECE):
+            storage._admit(torch.arange(first, min(first + PIECE, rows), device="cuda"))
+
+
+def settle(module: uq.Embeddings, step: Step) -> list[float]:
+    """Trains until widths are what they will be; gives the milliseconds of steps that ended in a round."""
+    rounds = []
+    for k in range(WARM_UP):
+        before = len(module.width_reports)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(k)
+        torch.cuda.synchronize()
+        if len(module.width_reports) > before:
+            rounds.append((time.perf_counter() - begin) * 1e3)
+    assert module._rounds is not None
+    for group in module._rounds.groups:
+        group.purse.left = 0.0
+    return rounds
+
+
+def timed(step: Step) -> dict[str, Any]:
+    kernels = kernel_times(step)
+    return {
+        "step_ms": round(milliseconds(step), 4),
+        "device_ms": round(sum(kernels.values()) / 1e3, 4),
+        "kernels_us": kernels,
+    }
+
+
+def measure(name: str) -> dict[str, Any]:
+    work = workload(name)
+    batches = [work.batch(seed) for seed in range(BATCHES)]
+    gradients = [gradients_for(work, batch, torch.float32) for batch in batches]
+    result: dict[str, Any] = {
+        "workload": name,
+        "plain": timed(stepper(work, embeddings(work, None), batches, gradients)),
+    }
+    torch.cuda.empty_cache()
+    whole = embeddings(work, uq.Width(budget="100%", every=10**9))
+    fill(whole)
+    result["100%"] = timed(stepper(work, whole, batches, gradients))
+    del whole
+    torch.cuda.empty_cache()
+    narrow = embeddings(work, uq.Width(budget="10%", every=EVERY))
+    more = [work.batch(seed) for seed in range(BATCHES, 8 * BATCHES)]
+    same = gradients_for(work, more[0], torch.float32)
+    rounds = settle(
+        narrow,
+        stepper(work, narrow, more, [same if work.pooled else gradients_for(work, b, torch.float32) for b in more]),
+    )
+    assert narrow._rounds is not None
+    narrow._rounds.width = uq.Width(budget="10%", every=10**9)  # what is timed has no rounds
+    result["10%"] = timed(stepper(work, narrow, batches, gradients))
+    for side in ("100%", "10%"):
+        result[side]["over_plain"] = round(result[side]["step_ms"] / result["plain"]["step_ms"], 3)
+        result[side]["device_over_plain"] = round(result[side]["device_ms"] / result["plain"]["device_ms"], 3)
+    result["round_ms"] = round(statistics.median(rounds), 2)
+    result["round_share"] = round(result["round_ms"] / (1000 * result["10%"]["step_ms"]), 4)
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workloads", nargs="*", default=["P", "S"])
+    for asked in parser.parse_args().workloads:
+        print(json.dumps(measure(asked), indent=1), flush=True)

@@ -1,0 +1,190 @@
+"""The benchmarks of width: their data is what it says, a training cut off goes on, and all of them run."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from benchmarks import width_data, width_memory, width_quality, width_summary
+from benchmarks.quality import DATA
+from benchmarks.report import BenchmarkError
+from benchmarks.width_plot import plot
+from benchmarks.width_training import KEPT, METHODS, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = pytest.mark.skipif(not DATA.is_dir(), reason="real data not found: ../shared/data")
+
+
+def line(method: str, keep: float, seed: int, auc: float, lr: float = 0.1, size: int = 1000) -> dict[str, Any]:
+    setting = {"optimizer": "adagrad", "lr": lr, "weight_decay": 0.0}
+    job = {"data": "frappe", "method": method, "keep": keep, "setting": setting, "seed": seed}
+    numbers = {"validation": auc, "auc": auc - 0.01, "epoch": 1, "kept": keep, "rows": 10, "of_rows": 100, "seconds": 1}
+    return {"job": job, "bytes": {"weights": size, "optimizer": size, "directory": 0}} | numbers
+
+
+def test_unknown_ids_have_no_row_and_lists_are_cut_out() -> None:
+    builder = width_data.Builder(np.array([0, 1]))
+    builder.column("item", np.array([7, 5, 9]))
+    builder.bag("history", "item", np.array([7, 9, 5, 5]), np.array([0, 0, 1]), np.array([0, 2, 4]))
+    builder.bag("genre", "genre", np.array(["a", "b", "c"]), np.array([0, 1, 2]), np.array([1, 2, 3]))
+    study = builder.study("tiny", [1, 0, 1], np.array([2]), np.array([2]), batch_size=2, epochs=1, every=1)
+    assert study.tables == {"item": 2, "genre": 2} and study.features == {
+        "item": "item",
+        "history": "item",
+        "genre": "genre",
+    }
+    batch = study.batch(np.array([2, 1]))
+    assert batch["item"].to_lists() == [[], [0]]
+    assert batch["history"].to_lists() == [[0, 0], [1]], "9 is not in the training part"
+    assert batch["genre"].to_lists() == [[], [1]]
+
+
+def test_hashing_leaves_the_share_and_spares_small_tables(tmp_path: Path) -> None:
+    study = width_data.generated("generated", rows=2_000, ids=3_000)
+    small = study.hashed(0.1)
+    assert 0.08 < small.rows / study.rows <= 0.1
+    largest = max(small.tables.values())
+    assert all(small.tables[name] == min(rows, largest) for name, rows in study.tables.items())
+    for name, ids, old in zip(small.columns, small.ids, study.ids):
+        assert ids.min() >= 0 and ids.max() < small.tables[name]
+        assert (ids == old).all() or study.tables[name] > largest
+    study.save(tmp_path / "study.npz")
+    loaded = width_data.Study.load(tmp_path / "study.npz")
+    assert loaded.tables == study.tables and (loaded.ids == study.ids).all() and not loaded.shuffle
+    assert max(loaded.train) < min(loaded.validation) and max(loaded.validation) < min(loaded.test)
+
+
+@REAL
+def test_histories_hold_what_was_liked_before() -> None:
+    study = width_data.movielens(by_time=True)
+    history, user, item = study.bags["history"], study.ids[0], study.ids[1]
+    assert (history.last - history.first).max() == width_data.LONGEST
+    sample = int(study.test[-1000])
+    while user[sample] < 0:
+        sample -= 1
+    liked = [item[k] for k in range(sample) if user[k] == user[sample] and study.labels[k] and item[k] >= 0]
+    found = history.ids[history.first[sample] : history.last[sample]].tolist()
+    # Events of the same second do not count as before, so the end may differ by those.
+    assert found and found == [x for x in liked if x in set(found)][: len(liked)][-len(found) :]
+
+
+def test_absent_data_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(width_data, "DATA", tmp_path)
+    with pytest.raises(BenchmarkError, match=r"real data not found: \.\./shared/data/frappe_86k"):
+        width_data.prepared("frappe", tmp_path / "prepared")
+
+
+def test_the_grid_is_tuned_first_and_goes_on() -> None:
+    grid = width_quality.Grid(data=("frappe",), methods=("dim",), kept=(0.25, 0.02), seeds=3)
+    assert list(grid.cells()) == [("frappe", "dim", 0.25)], "16 values cannot be cut to 2%"
+    tuning = grid.pending([])
+    assert len(tuning) == len(width_quality.SETTINGS) + 1 and {job.seed for job in tuning} == {0}
+    lines = [line("dim", 0.25, 0, 0.7) | {"job": asdict(job)} for job in tuning]
+    lines[2]["validation"] = 0.8
+    rest = grid.pending(lines)
+    assert [(job.setting, job.seed) for job in rest] == [(tuning[2].setting, 1), (tuning[2].setting, 2)]
+    assert len(grid.pending(lines[1:])) == 1, "what has no line is done"
+
+
+def test_the_setting_is_chosen_on_validation_data_and_verdicts_follow() -> None:
+    lines = [line("full", 1.0, seed, 0.95 + 0.001 * seed, size=6400) for seed in range(3)]
+    lines += [line("water-filling", 0.25, seed, 0.94, size=1500) for seed in range(3)]
+    lines += [line("water-filling", 0.25, 0, 0.93, lr=0.2)]
+    lines[-1]["auc"] = 0.99  # a good test result must not choose the setting
+    lines += [line("hash", 0.25, seed, 0.945, size=1600) for seed in range(3)]
+    found = width_summary.summarised(lines)["data"]["frappe"]
+    cell = found["methods"]["water-filling"]["0.25"]
+    assert cell["auc"] == pytest.approx(0.93) and cell["setting"]["lr"] == 0.1 and cell["settings_tried"] == 2
+    assert cell["net_compression"] == pytest.approx(12800 / 3000, abs=1e-3)
+    verdict = found["verdicts"]["0.25"]
+    assert verdict["loss"] == pytest.approx(0.011) and verdict["allowed"] == 0.002 and not verdict["reached"]
+    assert verdict["best_other"] == "hash" and verdict["ahead"] == pytest.approx(-0.005) and not verdict["not_worse"]
+    assert found["full_bytes"] == 6800 and set(found["equal_bytes"]) == {"water-filling", "hash"}
+    assert found["equal_bytes"]["water-filling"]["0.5"]["setting"]["lr"] == 0.1
+    assert "0.25" not in found["equal_bytes"]["hash"]
+
+
+def test_the_picture_shows_every_method() -> None:
+    lines = [line(method, keep, 0, 0.9) for method in METHODS if "full" not in method for keep in KEPT]
+    picture = ElementTree.fromstring(plot(width_summary.summarised([*lines, line("full", 1.0, 0, 0.91)])))
+    lines_drawn = [part for part in picture.iter() if part.tag.endswith("polyline")]
+    assert len(lines_drawn) == len(METHODS) - 2
+    assert all(len(part.attrib["points"].split()) == len(KEPT) for part in lines_drawn)
+
+
+def command(*arguments: str) -> str:
+    """What a benchmark prints. It and its processes are ended with the test, whatever happens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, errors[-4000:]
+    return out
+
+
+def test_a_cut_training_goes_on(tmp_path: Path) -> None:
+    """Cut off at once and finished later: every training is done once, and the results are made of all of them."""
+    width_data.generated("generated", rows=2_000, ids=2_000).save(tmp_path / "generated.npz")
+    file, output, picture = tmp_path / "lines.jsonl", tmp_path / "width.json", tmp_path / "width.svg"
+    chosen = [
+        "--data",
+        str(tmp_path),
+        "--only",
+        "generated",
+        "--methods",
+        "water-filling",
+        "full_decay",
+        "--kept",
+        "0.1",
+    ]
+    start = ["benchmarks.width_quality", "--lines", str(file)]
+    trainings = ["--seeds", "2", "--workers", "2"]
+    assert "9 trainings are left" in command(*start, *chosen, *trainings, "--seconds", "0")
+    assert "0 trainings are left" in command(*start, *chosen, *trainings)
+    trained, origin = width_quality.read(file)
+    assert origin is not None and origin["machine"]["cores"] >= 1
+    assert len(trained) == len({Job.of(one).key() for one in trained}) == 11
+    narrow = [one for one in trained if one["job"]["method"] == "water-filling"]
+    assert all(one["kept"] <= 0.1 and one["rounds"] > 0 and one["bytes"]["directory"] > 0 for one in narrow)
+    command(*start, "--summarise", "--output", str(output), "--picture", str(picture))
+    cells = json.loads(output.read_text())["width_quality"]["results"]["data"]["generated"]["methods"]
+    assert len(cells["water-filling"]["0.1"]["scores"]) == len(cells["full_decay"]["1"]["scores"]) == 2
+    assert picture.read_text().startswith("<svg")
+
+
+def test_every_row_is_read_before_memory_is_measured() -> None:
+    made = width_memory.workload(rows=1_000, dim=4, size=64, after=2)
+    for t, rows in enumerate(made.rows):
+        read = np.concatenate([ids[t * 64 : (t + 1) * 64] for ids in made.ids])
+        assert len(np.unique(read)) == rows
+
+
+@pytest.mark.parametrize("name", ["width_memory", "width_speed"])
+def test_quick_run(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "width.json"
+    command("benchmarks", "--only", name, "--quick", "--output", str(output))
+    part = json.loads(output.read_text())[name]
+    assert part["quick"] is True and part["results"]["cases"] and part["machine"]["cores"] >= 1
+    for case in part["results"]["cases"]:
+        if name == "width_memory" and case["budget"] is not None:
+            assert case["resident"] > 0 and case["kept"] <= case["budget"] + 1e-9
+        if name == "width_speed":
+            assert {"plain", "100%", "10%"} == set(case["sides"]) and case["sides"]["10%"]["round_ms"]["samples"] >= 1
