@@ -76,7 +76,9 @@ def test_only_the_outermost_call_is_timed() -> None:
 
 def job(sent: float, exchange: float, losses: list[float], *, planned: bool = True) -> list[dict[str, Any]]:
     """What the ranks of a job answer."""
-    counters = {"collective_seconds": exchange} | ({"across": sent / 4, "inside": 1.0} if planned else {})
+    counters = {"collective_seconds": exchange} | (
+        {"across": sent / 4, "push_seconds": 0.0, "inside": 1.0} if planned else {}
+    )
     block = {"seconds": 2 * exchange, "sent": sent, "received": sent, "losses": losses, "counters": counters}
     return [{"blocks": [block] * 3, "warm_up": block, "peak_bytes": 10**8, "dense_sent": 2e5} for _ in range(8)]
 
@@ -95,6 +97,13 @@ def test_jobs_are_judged_by_their_bytes_and_times() -> None:
     assert said["bytes_predicted_over_measured"] == pytest.approx(1.0), "without what the dense part sends"
     assert jobs["none"]["counted_mb_per_node"]["median"] == pytest.approx(100)
     assert jobs["none"]["samples_per_second"]["median"] == pytest.approx(16)
+
+
+def test_what_a_push_still_costs() -> None:
+    """The job beside pays 0.3 of the 0.5 seconds that the waiting one sees: 0.2 of them are hidden."""
+    times = {name: {"median": value} for name, value in {"exchange_seconds": 1.3, "push_seconds": 0.0}.items()}
+    waiting = {"exchange_seconds": {"median": 1.5}, "push_seconds": {"median": 0.5}}
+    assert tiers.counted_of_push(times, waiting)["counted"] == pytest.approx(0.6)
 
 
 def test_wrong_losses_are_refused() -> None:
