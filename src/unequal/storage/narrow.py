@@ -106,7 +106,7 @@ class NarrowStorage(Storage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)),
+            slab_log2=int(np.clip(int(max(1.0, per_class / 256)).bit_length(), 4, 14)),
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""
