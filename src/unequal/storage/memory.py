@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 HUGE = 2 << 20
+PAGES = 16 << 10
+"""bytes from which a piece is worth pages of its own"""
 _NUMPY = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.uint16, torch.int64: np.int64}
 
 
@@ -38,6 +40,15 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
         return torch.zeros(shape, dtype=dtype)
     tensor = torch.from_numpy(_mapping(size).view(_NUMPY[dtype]))
     return tensor.view(dtype).view(shape)
+
+
+def own_pages(shape: tuple[int, int], device: torch.device | str) -> Tensor:
+    """A zeroed float32 tensor whose memory goes back to the system with it: among others in the C library's it would stay."""
+    size = shape[0] * shape[1] * 4
+    if torch.device(device).type != "cpu" or size < PAGES or size >= 2 * HUGE:
+        return zeros(shape, torch.float32, device)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(area, np.float32)).view(shape)
 
 
 def give_back_freed() -> None:

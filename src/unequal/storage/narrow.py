@@ -20,7 +20,7 @@ from ..kernels import Backend
 from ..kernels.request import WAYS, Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
-from .memory import zeros
+from .memory import own_pages
 from .tables import Storage
 
 P = ParamSpec("P")
@@ -106,7 +106,7 @@ class NarrowStorage(Storage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 256)).bit_length(), 4, 14)),
+            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)),
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""
@@ -232,7 +232,7 @@ class NarrowStorage(Storage):
 
     def _slab(self, k: int) -> Tensor:
         records = self.records
-        return zeros((1 << records.slab_log2, int(records.layout[k, 5])), torch.float32, self.device)
+        return own_pages((1 << records.slab_log2, int(records.layout[k, 5])), self.device)
 
     # A round
 
