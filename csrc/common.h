@@ -31,7 +31,7 @@ struct Record {
   int64_t words;             // of the whole
 };
 
-// Table, FeatureSpec, Request and Record hold 8-byte fields only and are mirrored in kernels/cpu.py.
+// Table, FeatureSpec, Request and Record hold 8-byte fields only and are mirrored in kernels/cpu/describe.py.
 struct Table {
   void* const* weights;      // one pointer per slab
   float* const* state[2];    // likewise, or null

@@ -1,7 +1,8 @@
 """The embedding modules."""
 
 from .drift import Drift
-from .module import Embeddings, Output
+from .module import Embeddings
+from .output import Output
 from .sharded import ShardedEmbeddings
 from .sharing import shard
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..storage.narrow_device import DeviceLocator
 from ..tables import Feature, Table
 from ..width import RoundReport, Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
+from .output import Output
 
 
 def exact_device(device: torch.device | str) -> torch.device:
@@ -31,43 +32,6 @@ def exact_device(device: torch.device | str) -> torch.device:
     return (
         torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
     )
-
-
-class Output(Mapping[str, Tensor | Jagged]):
-    """What a lookup gives: a tensor [size, dim] per pooled feature, a Jagged of vectors per unpooled one."""
-
-    def __init__(
-        self, specs: dict[str, FeatureSpec], batch: Batch, pooled: Tensor | None, sequences: list[Tensor]
-    ) -> None:
-        self._specs, self._batch, self._sequences = specs, batch, sequences
-        self._pooled = pooled
-        self._parts: dict[str, Tensor] | None = None
-
-    @property
-    def pooled(self) -> Tensor:
-        """All pooled features side by side, in the module's order: [size, sum of their dims]."""
-        if self._pooled is None:
-            raise UserError("this module has no pooled feature, so no pooled output")
-        return self._pooled
-
-    def __getitem__(self, feature: str) -> Tensor | Jagged:
-        spec = self._specs.get(feature)
-        if spec is None:
-            raise UserError(f"the output has no feature '{feature}'; {nearest(feature, self._specs)}")
-        if spec.pooling is None:
-            ids = self._batch[feature]
-            return Jagged(self._sequences[spec.place], ids.lengths, ids.weights)
-        if self._parts is None:
-            # One split for all features: its backward joins their gradients in one copy.
-            pooled = {name: spec for name, spec in self._specs.items() if spec.pooling is not None}
-            self._parts = dict(zip(pooled, torch.split(self.pooled, [spec.dim for spec in pooled.values()], dim=1)))
-        return self._parts[feature]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
 
 class Embeddings(nn.Module):
@@ -361,9 +325,13 @@ class Embeddings(nn.Module):
     def _refuse(self, request: Request, position: int) -> None:
         counts = request.counts()
         f = int(np.searchsorted(counts.cumsum(), position, side="right"))
-        place = position - int(counts[:f].sum())
+        self._refuse_place(request, f, position - int(counts[:f].sum()))
+
+    def _refuse_place(self, request: Request, f: int, place: int) -> None:
+        """`place`: of the wrong id among the feature's."""
         sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
-        raise DataError(self._wrong_id(request.features[f].name, sample, int(request.slots_of(f)[place])))
+        id_ = int(request.ids[int(request.starts[f]) + place])
+        raise DataError(self._wrong_id(request.features[f].name, sample, id_))
 
     def _refuse_outside(self, request: Request, f: int, ids: Tensor, rows: int) -> None:
         """Ids of a table with a fixed number of rows that go through a directory, which knows any id."""
@@ -372,9 +340,7 @@ class Embeddings(nn.Module):
         least, most = ids.aminmax()
         if int(least) >= 0 and int(most) < rows:
             return
-        place = int(((ids < 0) | (ids >= rows)).nonzero()[0, 0])
-        sample = int(torch.searchsorted(request.offsets_of(f), place, right=True)) - 1
-        raise DataError(self._wrong_id(request.features[f].name, sample, int(ids[place])))
+        self._refuse_place(request, f, int(((ids < 0) | (ids >= rows)).nonzero()[0, 0]))
 
     def _wrong_id(self, feature: str, sample: int, id_: int) -> str:
         table = self.features[feature].table

@@ -68,7 +68,7 @@ class WaterFilling(Policy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fiited(Policy):
-    """Each chunk for itself: its reads × the norm of its gradient, measured by the mean of its column in its table."""
+    """Each chunk for itself: its reads × the norm of its gradient, with one threshold for all tables and columns of a budget."""
 
     name: ClassVar[str] = "fiited"
     kind: ClassVar[int] = GRADIENT | READS

@@ -1,0 +1,134 @@
+"""Tables whose rows differ in width, beside reading and updating them (csrc/narrow.cpp)."""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from ..request import WAYS, TableRows
+from .describe import (
+    describe_table,
+    native_library,
+    pointer,
+    thread_count,
+)
+
+
+class NarrowDirectory:
+    """Id → slot for live rows alone. Where ids are below a bound that makes it worth while: an array of slots. Otherwise by open
+    addressing: 8 or 12 bytes an entry, so many that 3/4 are in use after it was made."""
+
+    ARRAY, SHORT, LONG = 0, 1, 2
+    FULL = 0.85
+    """share in use at which it grows"""
+
+    def __init__(self, bound: int | None, rows: int = 0) -> None:
+        self.bound, self.used = bound, 0
+        self._make(rows)
+
+    def _make(self, rows: int) -> None:
+        entries = max(64, rows * 4 // 3 + 1)
+        size = 8 if self.bound is not None and self.bound <= 2**32 else 12
+        if self.bound is not None and self.bound * 4 <= entries * size:
+            self.kind, self._capacity, words = self.ARRAY, self.bound, self.bound
+        else:
+            self.kind, self._capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
+        self._memory = torch.full((words,), -1, dtype=torch.int32)
+
+    def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
+        return ctypes.c_int64(self.kind), pointer(self._memory), ctypes.c_int64(self._capacity)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The slot of every id, -1 where it has none."""
+        ids = ids.contiguous()
+        slots = torch.empty_like(ids)
+        self.find_into(ids, slots)
+        return slots
+
+    def find_into(self, ids: Tensor, slots: Tensor) -> int:
+        """The same into contiguous memory that is there; gives how many have none."""
+        count, threads = ctypes.c_int64(ids.numel()), thread_count(ids.numel())
+        return int(native_library().uq_narrow_find(*self._place(), pointer(ids), count, pointer(slots), threads))
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        """Of ids that it does not hold yet."""
+        rows = self.used + ids.numel()
+        if self.kind != self.ARRAY and rows > self.FULL * self._capacity:
+            held = self.entries()
+            self._make(rows * 5 // 4)
+            self._put(*held)
+        self._put(ids, slots)
+        self.used = rows
+
+    def _put(self, ids: Tensor, slots: Tensor) -> None:
+        ids, slots = ids.contiguous(), slots.contiguous()
+        native_library().uq_narrow_put(*self._place(), pointer(ids), pointer(slots), ctypes.c_int64(ids.numel()))
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        ids, slots = torch.empty(self.used, dtype=torch.int64), torch.empty(self.used, dtype=torch.int64)
+        native_library().uq_narrow_entries(*self._place(), pointer(ids), pointer(slots))
+        return ids, slots
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+
+def bucket_of(ids: Tensor, buckets: int) -> Tensor:
+    ids, out = ids.contiguous(), torch.empty_like(ids)
+    count = ctypes.c_int64(ids.numel())
+    native_library().uq_narrow_buckets(pointer(ids), count, ctypes.c_int64(buckets), pointer(out))
+    return out
+
+
+def follow(
+    keys: Tensor, utilities: Tensor, stamps: Tensor, step: int, class_bits: int, ids: Tensor, slots: Tensor
+) -> None:
+    failed = native_library().uq_narrow_follow(
+        pointer(keys),
+        pointer(utilities),
+        pointer(stamps),
+        ctypes.c_int64(keys.numel() // WAYS),
+        ctypes.c_int64(utilities.shape[1]),
+        ctypes.c_int32(step),
+        ctypes.c_int64(class_bits),
+        pointer(ids),
+        ctypes.c_int64(ids.numel()),
+        pointer(slots),
+    )
+    if failed:
+        raise MemoryError(f"no memory to follow {ids.numel():,} ids without a row")
+
+
+def rebuild(
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, utilities: Tensor | None, std: float
+) -> tuple[Tensor, Tensor]:
+    assert rows.records is not None
+    words = torch.from_numpy(rows.records.layout[:, 5])[slots & ((1 << rows.records.class_bits) - 1)]
+    starts = words.cumsum(0) - words
+    made = torch.empty(int(words.sum()))
+    parts = [part.contiguous() for part in (ids, old, slots)]
+    native_library().uq_narrow_rebuild(
+        pointer(describe_table(rows)),
+        *(pointer(part) for part in parts),
+        None if masks is None else pointer(masks),
+        None if utilities is None else pointer(utilities),
+        ctypes.c_int64(ids.numel()),
+        ctypes.c_float(2 * math.sqrt(3) * std),
+        pointer(made),
+        pointer(starts),
+        thread_count(ids.numel()),
+    )
+    return made, starts
+
+
+def place(rows: TableRows, slots: Tensor, made: Tensor, starts: Tensor) -> None:
+    slots = slots.contiguous()
+    native_library().uq_narrow_place(
+        pointer(describe_table(rows)),
+        pointer(slots),
+        ctypes.c_int64(slots.numel()),
+        pointer(made),
+        pointer(starts),
+    )
