@@ -1,8 +1,8 @@
 """Quality × memory × policy: test AUC of the same DLRM by every policy, by uniform narrow dims, by hashing, and whole.
 
-For every data set, method and kept share the optimizer and its rates are tuned on validation data with one seed; the winner is
-trained with the other seeds. All of it is some two thousand trainings of half a minute on a core, so it can be done in pieces and
-elsewhere: each training appends a line to a file, and what has its line is not done again.
+For every data set, method and kept share the learning rate is tuned on validation data with one seed, for the full model weight
+decay too; the winner is trained with the other seeds. All of it is some 1,300 trainings of half a minute on a core, so it can be
+done in pieces and elsewhere: each training appends a line to a file, and what has its line is not done again.
 
     python -m benchmarks.width_quality --prepare FOLDER     real data as arrays (generated data is made where it is used)
     python -m benchmarks.width_quality --lines FILE --data FOLDER --workers 16 --seconds 500
@@ -38,11 +38,19 @@ PICTURE = ROOT / "docs/width_quality.svg"
 SEEDS = 5
 DIMS = tuple(keep for keep in KEPT if keep >= 1 / 16)
 """shares that whole dims of 16 can be"""
-SETTINGS = (
-    *(Setting(optimizer="adagrad", lr=lr) for lr in (0.05, 0.1, 0.2)),
-    *(Setting(optimizer="row_wise_adagrad", lr=lr) for lr in (0.1, 0.2)),
-)
-DECAYED = tuple(Setting(weight_decay=decay) for decay in (1e-6, 1e-5, 1e-4))
+RATES = (0.1, 0.2, 0.4)
+SETTINGS = tuple(Setting(lr=lr, weight_decay=1e-5) for lr in RATES)
+OF_FULL = {
+    "full": tuple(Setting(lr=lr) for lr in RATES),
+    "full_decay": (
+        *SETTINGS,
+        *(Setting(lr=lr, weight_decay=3e-5) for lr in (0.2, 0.4)),
+        Setting(lr=0.2, weight_decay=3e-4),
+    ),
+}
+"""the full model is tuned without and with weight decay, each for itself"""
+TUNED_ONCE = {"adaembed": 0.125, "itep": 0.125, "frequency": 0.125, "hash": 0.125}
+"""whole rows are trained like at this share at all shares: what a row needs does not depend on how many there are"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,30 +70,30 @@ class Grid:
                 yield from ((data, method, keep) for keep in kept)
 
     def settings_of(self, method: str) -> Sequence[Setting]:
-        """The full model is tuned without and with weight decay, each for itself; all others may have some."""
-        if method == "full_decay":
-            return DECAYED
-        return self.settings if method == "full" else (*self.settings, DECAYED[1])
+        return OF_FULL.get(method, self.settings)
+
+    def tuning(self, data: str, method: str, keep: float) -> list[Job]:
+        """The trainings whose best one says how those of this cell are done."""
+        keep = TUNED_ONCE.get(method, keep) if TUNED_ONCE.get(method) in self.kept else keep
+        return [
+            Job(data=data, method=method, keep=keep, setting=setting, seed=0) for setting in self.settings_of(method)
+        ]
 
     def pending(self, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
-        """Tuning first; the other seeds of a cell when its tuning is done."""
+        """Tuning first; the seeds of a cell when its tuning is done."""
         done = {Job.of(line).key(): line for line in lines}
-        tuning, rest = [], []
+        tuning: dict[str, Job] = {}
+        rest = []
         for data, method, keep in self.cells():
-            jobs = [
-                Job(data=data, method=method, keep=keep, setting=setting, seed=0)
-                for setting in self.settings_of(method)
-            ]
-            missing = [job for job in jobs if job.key() not in done]
+            jobs = self.tuning(data, method, keep)
+            missing = {job.key(): job for job in jobs if job.key() not in done}
             if missing:
-                tuning += missing
+                tuning |= missing
                 continue
             best = max(jobs, key=lambda job: float(done[job.key()]["validation"]))
-            others = [
-                Job(data=data, method=method, keep=keep, setting=best.setting, seed=s) for s in range(1, self.seeds)
-            ]
-            rest += [job for job in others if job.key() not in done]
-        return tuning + sorted(rest, key=lambda job: job.seed)
+            seeds = [Job(data=data, method=method, keep=keep, setting=best.setting, seed=s) for s in range(self.seeds)]
+            rest += [job for job in seeds if job.key() not in done]
+        return [*tuning.values(), *sorted(rest, key=lambda job: job.seed)]
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

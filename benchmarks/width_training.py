@@ -25,6 +25,8 @@ EVALUATED = 16_384
 POLICIES = ("water-filling", "fiited", "adaembed", "itep", "frequency")
 METHODS = ("full", "full_decay", *POLICIES, "dim", "hash")
 KEPT = (0.5, 0.25, 0.125, 0.0625, 0.02, 0.01)
+PATIENCE = 2
+"""epochs without a better one on validation data after which a training ends"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +101,9 @@ def train(study: Study, job: Job) -> dict[str, Any]:
             torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
             dense.step()
         epochs.append([area(study, model, part) for part in (study.validation, study.test)])
-    best = max(range(len(epochs)), key=lambda epoch: epochs[epoch][0])
+        best = max(range(len(epochs)), key=lambda epoch: epochs[epoch][0])
+        if len(epochs) - 1 - best >= PATIENCE:
+            break
     values, live = size_of(embeddings)
     return {
         "job": asdict(job),

@@ -86,7 +86,7 @@ def test_the_grid_is_tuned_first_and_goes_on() -> None:
     grid = width_quality.Grid(data=("frappe",), methods=("dim",), kept=(0.25, 0.02), seeds=3)
     assert list(grid.cells()) == [("frappe", "dim", 0.25)], "16 values cannot be cut to 2%"
     tuning = grid.pending([])
-    assert len(tuning) == len(width_quality.SETTINGS) + 1 and {job.seed for job in tuning} == {0}
+    assert len(tuning) == len(width_quality.SETTINGS) and {job.seed for job in tuning} == {0}
     lines = [line("dim", 0.25, 0, 0.7) | {"job": asdict(job)} for job in tuning]
     lines[2]["validation"] = 0.8
     rest = grid.pending(lines)
@@ -188,3 +188,14 @@ def test_quick_run(name: str, tmp_path: Path) -> None:
             assert case["resident"] > 0 and case["kept"] <= case["budget"] + 1e-9
         if name == "width_speed":
             assert {"plain", "100%", "10%"} == set(case["sides"]) and case["sides"]["10%"]["round_ms"]["samples"] >= 1
+
+
+def test_whole_rows_are_tuned_at_one_share() -> None:
+    grid = width_quality.Grid(data=("frappe",), methods=("itep",), kept=(0.5, 0.125), seeds=2)
+    tuning = grid.pending([])
+    assert {job.keep for job in tuning} == {0.125} and len(tuning) == len(width_quality.SETTINGS)
+    lines = [line("itep", 0.125, 0, 0.7) | {"job": asdict(job)} for job in tuning]
+    lines[1]["validation"] = 0.8
+    rest = grid.pending(lines)
+    assert {(job.keep, job.seed) for job in rest} == {(0.5, 0), (0.5, 1), (0.125, 1)}
+    assert {job.setting for job in rest} == {tuning[1].setting}

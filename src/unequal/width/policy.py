@@ -58,7 +58,7 @@ class WaterFilling(Policy):
 
     name: ClassVar[str] = "water-filling"
     kind: ClassVar[int] = GRADIENT
-    alpha: float = 0.9
+    alpha: float = 0.8
     theta: float = 0.5
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
