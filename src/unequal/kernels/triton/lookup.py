@@ -14,7 +14,7 @@ from ..request import Request
 from .launch import aligned, launch
 from .layout import TILE, Layout, layout_of, rows_per_block, warps_for
 from .narrow_lookup import look_up_narrow, resolve
-from .rows import FIELDS, find_last, place_of, rows_in_tile, values_of
+from .rows import FIELDS, find_last, place_of, rows_in_tile, values_of, write_bags
 
 
 @triton.jit(do_not_specialize=["size", "feature_count", "group"])
@@ -74,13 +74,7 @@ def pool(
         if WEIGHTED:
             row *= tl.load(weights + position, mask=here, other=0.0)[:, None]
         sums += row
-    if pooling == 2:
-        sums *= (1.0 / tl.maximum(end - start, 1).to(tl.float32))[:, None]
-    # In units, so that the compiler sees that rows start on borders wide stores may start on.
-    out = (pooled + (bag.to(tl.int64) * (stride // UNIT) + place // UNIT) * UNIT)[:, None] + columns[None, :]
-    written = (bag < size)[:, None] & (columns < DIM)[None, :]
-    # The cache is for rows that come again, not for outputs.
-    tl.store(out, sums.to(pooled.dtype.element_ty), mask=written, eviction_policy="evict_first")
+    write_bags(pooled, stride, place, bag, size, sums, end - start, pooling, columns, DIM, UNIT)
 
 
 @triton.jit

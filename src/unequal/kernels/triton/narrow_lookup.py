@@ -11,7 +11,7 @@ from ..request import Request
 from .launch import aligned, ceil_div, launch
 from .layout import Layout
 from .records import CLASS_FIELDS, WIDTH, live_columns, mask_at, record_of, words_before
-from .rows import FIELDS, find_last, rows_in_tile
+from .rows import FIELDS, find_last, rows_in_tile, write_bags
 
 IDS = 512
 """slots of a program of resolve_slots"""
@@ -89,12 +89,7 @@ def pool(
         if WEIGHTED:
             row *= tl.load(weights + position, mask=here, other=0.0)[:, None]
         sums += row
-    if pooling == 2:
-        sums *= (1.0 / tl.maximum(end - start, 1).to(tl.float32))[:, None]
-    # In units, so that the compiler sees that rows start on borders wide stores may start on.
-    out = (pooled + (bag.to(tl.int64) * (stride // UNIT) + place // UNIT) * UNIT)[:, None] + columns[None, :]
-    written = (bag < size)[:, None] & (columns < DIM)[None, :]
-    tl.store(out, sums.to(pooled.dtype.element_ty), mask=written, eviction_policy="evict_first")
+    write_bags(pooled, stride, place, bag, size, sums, end - start, pooling, columns, DIM, UNIT)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from .records import live_columns, mask_at, words_before, words_of
 from .rounding import round_to
 from .rows import FIELDS, SLAB_FIELDS, rows_in_tile
 from .sorting import row_records
-from .summing import gradient_rows, sum_of_run
+from .summing import sum_of_piece, sum_of_run
 
 READS: tl.constexpr = tl.constexpr(2)
 """of utilities that add up reads; below it gradients, above it both"""
@@ -153,16 +153,10 @@ def update_pieces_of(
             record, width, whole, columns, DIM, DTYPE, OPTIMIZER, CHUNK, MASKED, EACH, ALIGN
         )  # fmt: skip
         held = tl.load(utilities_of(record, width, DTYPE, OPTIMIZER), mask=whole, other=0.0)
-        sums = gradient_rows(
-            source, start, live, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
+        sums = sum_of_piece(
+            source, sources, start, end, live, order, factors, gradients, gradient_first, columns,
+            UNIT, DIM, FACTORS, SEQUENCES,
         )  # fmt: skip
-        for step in range(1, tl.max(tl.where(live, end - start, 0), 0)):
-            i = start + step
-            more = live & (i < end)
-            source = tl.load(sources + i, mask=more, other=0)
-            sums += gradient_rows(
-                source, i, more, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
-            )  # fmt: skip
         source = tl.load(sources + (next_begin & 0x7FFFFFFF), mask=piece < count, other=0)
         key = kind
         if DTYPE != tl.float32:

@@ -48,3 +48,17 @@ def values_of(address, place, columns, DIM: tl.constexpr, DTYPE: tl.constexpr):
     """Pointers to the values [slots, columns]. Slabs start on 16-byte borders, which the compiler cannot know."""
     base = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
     return (base + place * DIM)[:, None] + columns[None, :]
+
+
+@triton.jit
+def write_bags(
+    pooled, stride, place, bag, size, sums, lengths, pooling, columns, DIM: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Sums of bags, or their means, to where the feature begins in each sample."""
+    if pooling == 2:
+        sums *= (1.0 / tl.maximum(lengths, 1).to(tl.float32))[:, None]
+    # In units, so that the compiler sees that rows start on borders wide stores may start on.
+    out = (pooled + (bag.to(tl.int64) * (stride // UNIT) + place // UNIT) * UNIT)[:, None] + columns[None, :]
+    written = (bag < size)[:, None] & (columns < DIM)[None, :]
+    # The cache is for rows that come again, not for outputs.
+    tl.store(out, sums.to(pooled.dtype.element_ty), mask=written, eviction_policy="evict_first")

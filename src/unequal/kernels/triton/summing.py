@@ -23,6 +23,25 @@ def gradient_rows(
 
 
 @triton.jit
+def sum_of_piece(
+    source, sources, start, end, live, order, factors, gradients, gradient_first, columns,
+    UNIT: tl.constexpr, DIM: tl.constexpr, FACTORS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Of the lookups from start to end, one after the other. The first one's source is there already."""
+    sums = gradient_rows(
+        source, start, live, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
+    )  # fmt: skip
+    for step in range(1, tl.max(tl.where(live, end - start, 0), 0)):
+        i = start + step
+        more = live & (i < end)
+        source = tl.load(sources + i, mask=more, other=0)
+        sums += gradient_rows(
+            source, i, more, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
 def sum_of_run(
     keys, key, partial, begin, count, columns,
     PIECE: tl.constexpr, CUT: tl.constexpr, DIM: tl.constexpr, WIDEST: tl.constexpr, JOIN: tl.constexpr,

@@ -24,7 +24,7 @@ from .random import row_key
 from .rounding import round_to
 from .rows import SLAB_FIELDS, rows_in_tile, values_of
 from .sorting import Sorted, row_places, sort
-from .summing import gradient_rows, sum_of_run
+from .summing import sum_of_piece, sum_of_run
 
 TILE = 256
 """values a program of update_pieces holds: 2 rows of 128"""
@@ -123,16 +123,10 @@ def update_pieces_of(
         whole = live & (begin < 0) & (end < 0)
         start, end = begin & 0x7FFFFFFF, end & 0x7FFFFFFF
         w, first, second = read_rows(place, whole, columns, address, slab_count, DIM, DTYPE, OPTIMIZER)
-        sums = gradient_rows(
-            source, start, live, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
+        sums = sum_of_piece(
+            source, sources, start, end, live, order, factors, gradients, gradient_first, columns,
+            UNIT, DIM, FACTORS, SEQUENCES,
         )  # fmt: skip
-        for step in range(1, tl.max(tl.where(live, end - start, 0), 0)):
-            i = start + step
-            more = live & (i < end)
-            source = tl.load(sources + i, mask=more, other=0)
-            sums += gradient_rows(
-                source, i, more, order, factors, gradients, gradient_first, columns, UNIT, DIM, FACTORS, SEQUENCES
-            )  # fmt: skip
         source = tl.load(sources + (next_begin & 0x7FFFFFFF), mask=piece < count, other=0)
         update_rows(
             place, whole, w, first, second, sums, columns, slab_records, slab_numbers, clock, address, slab_count,
