@@ -28,8 +28,10 @@ native: $(NATIVE)  ## build the CPU kernels
 train: $(NATIVE)   ## train the default recipe on generated data, on 2 ranks
 	$(BIN)/unequal train default --ranks 2
 
+# Files side by side in two processes; then, with nothing beside them, the tests that measure or bound time.
 test: $(NATIVE)    ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m alone
 
 # Straight from the source tree with the Python that is there: machines with GPUs often come with a torch of their own and let
 # nothing be installed. PYTHON chooses another. Without a GPU the kernels run in Triton's interpreter and tests/gpu skips.

@@ -18,7 +18,10 @@ from unequal.train.trainer import train
 from .commands import alive, children, start
 from .test_train import run_rank
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.alone,
+]
 SECONDS = 10
 """in which all ranks must be gone after one of them is"""
 LONG = ("--set", "run.epochs=100000", "--set", "run.checkpoint_every=5", "--set", "run.folder=run")
@@ -129,7 +132,7 @@ def test_a_killed_run_is_resumed_bitwise_and_scored_by_one_process(pool, shared_
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     report = pool.run(run_rank, shared_clicks, ["run.epochs=1", f"run.folder={whole}"], world=2)[0]
     settings = ("--set", "run.epochs=1", "--set", "run.folder=cut")
-    killed = command("train", shared_clicks, "--ranks", 2, *settings, fault="kill:15").wait()
+    killed = command("train", shared_clicks, "--ranks", 2, *settings, fault="kill:19").wait()
     assert killed.code == 1 and "rank 1 was killed by SIGKILL" in killed.errors
     assert checkpoint.list_steps(cut / "checkpoints") == [10]
     resumed = command("train", "--resume", "cut", "--ranks", 2, "--json", "report.json").wait()
@@ -153,7 +156,7 @@ def test_a_killed_run_is_resumed_bitwise_and_scored_by_one_process(pool, shared_
 def test_torchrun_starts_a_rank_that_died_again_and_the_job_resumes(shared_clicks, tmp_path, command):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     job = ("-m", "unequal", "train", str(shared_clicks), "--set", "run.epochs=1", "--json", "report.json")
-    done = command("--max-restarts", 1, *job, fault="kill:15", program=torchrun).wait()
+    done = command("--max-restarts", 1, *job, fault="kill:19", program=torchrun).wait()
     assert done.code == 0, done.errors
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert runs == ["clicks-1"], "it went on with the run it had begun"

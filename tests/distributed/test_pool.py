@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from .pool import Pool, WorkerError
 
+pytestmark = pytest.mark.alone
+
 
 def add_up(rank, world, values):
     total = values[rank].clone()

@@ -82,7 +82,7 @@ def requests(draw):
 
 
 @pytest.mark.parametrize("backend", THREADED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(request=requests(), seed=st.integers(0, 5))
 def test_agrees_with_reference(backend, request, seed):
     gradients = random_gradients(request, seed)
@@ -96,7 +96,8 @@ def test_triton_agrees_with_reference(backend, request, seed):
     test_agrees_with_reference.hypothesis.inner_test(backend, request, seed)
 
 
-ALL_CASES = [(backend, optimizer, dim) for backend in THREADED for optimizer in DECAYING + PLAIN for dim in (7, 16, 64)]
+ALL_CASES = [(backend, optimizer, dim) for backend in THREADED for optimizer in DECAYING for dim in (7, 16, 64)]
+ALL_CASES += [(backend, optimizer, 16) for backend in THREADED for optimizer in PLAIN]
 SOME_CASES = [(backend, optimizer, dim) for backend in TRITON for optimizer in DECAYING for dim in (7, 64)]
 
 
@@ -128,12 +129,13 @@ def test_every_optimizer_on_many_lookups(backend, optimizer, dim):
 def test_tables_with_many_lookups(backend, poolings, weights, rows):
     """So many that they are placed into buckets first; of few rows, each is read more often than one thread should sum."""
     generator = torch.Generator().manual_seed(4)
+    size = sized(backend, 1000, 12 if rows == 5 else 4)
     lists = lambda: [  # noqa: E731
         (torch.rand(int(n), generator=generator) ** 3 * rows).long().tolist()
-        for n in torch.randint(0, 90, (sized(backend, 1000, 12),), generator=generator)
+        for n in torch.randint(0, 90, (size,), generator=generator)
     ]
     tables = [make_rows(rows, 16, optimizer=RowWiseAdagrad(lr=0.1), strict=False), make_rows(9, 5)]
-    features = [(0, pooling, lists()) for pooling in poolings] + [(1, "sum", [[3, -1]] * sized(backend, 1000, 12))]
+    features = [(0, pooling, lists()) for pooling in poolings] + [(1, "sum", [[3, -1]] * size)]
     request = make_request(tables, features, weights=weights)
     gradients = random_gradients(request)
     assert_tables_close(run(backend, request, gradients), run(reference, request, gradients))
@@ -150,7 +152,8 @@ def test_narrow_tables(backend, dtype, optimizer):
     lists = [[1, 2, 3], [3, 3], [], [39, 0]]
     request = make_request(tables, [(0, "sum", lists), (1, None, lists)])
     gradients = random_gradients(request)
-    assert_tables_close(run(backend, request, gradients, 3), run(reference, request, gradients, 3))
+    steps = sized(backend, 3, 2)
+    assert_tables_close(run(backend, request, gradients, steps), run(reference, request, gradients, steps))
 
 
 @pytest.mark.parametrize("backend", THREADED)
@@ -185,7 +188,7 @@ def test_same_bits_for_any_number_of_threads(backend, optimizer, dtype):
 @pytest.mark.parametrize("optimizer", PLAIN, ids=name)
 def test_a_row_repeated_100_000_times(backend, optimizer):
     rows = make_rows(3, 16, optimizer=optimizer)
-    request = make_request([rows], [(0, None, [[1] * sized(backend, 100_000, 2_500)])])
+    request = make_request([rows], [(0, None, [[1] * sized(backend, 100_000, 1_100)])])
     gradients = random_gradients(request)
     first, second = run(backend, request, gradients), run(backend, request, gradients)
     assert torch.equal(first[0].weights[0], second[0].weights[0])

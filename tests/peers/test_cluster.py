@@ -19,6 +19,7 @@ PROBLEM = clusters.missing()
 needs_namespaces = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 SCRIPT = Path(clusters.__file__)
 PATIENCE = 60
+pytestmark = pytest.mark.alone
 
 # Every rank listens; the ranks named in SENDERS send so many bytes to the rank RECEIVER, and print how long that took.
 TRANSFER = """

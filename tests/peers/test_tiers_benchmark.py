@@ -62,6 +62,7 @@ def test_real_sequences_are_whole_and_in_order(name: str) -> None:
         assert sequences[0].tolist() == [1, 2] and sequences[1][0] == 3
 
 
+@pytest.mark.alone
 def test_only_the_outermost_call_is_timed() -> None:
     module = SimpleNamespace()
     module.inner = lambda: time.sleep(0.02)

@@ -31,10 +31,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
 
 
+def treat_as_gpu(patch: pytest.MonkeyPatch) -> None:
+    """The CPU, like a GPU that nobody should wait for."""
+    patch.setattr(device, "backend", lambda _: SimpleNamespace(on_device=True))
+
+
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is treated like a GPU that nobody should wait for."""
-    monkeypatch.setattr(device, "backend", lambda _: SimpleNamespace(on_device=True))
+    treat_as_gpu(monkeypatch)
 
 
 def losses(run: Path) -> list[tuple]:
@@ -90,16 +94,25 @@ def test_reading_losses_later_changes_nothing(
     assert later.samples_per_second > 0 and later.seconds > 0
 
 
+@pytest.fixture(scope="module")
+def whole(shared_clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A deferred run that nothing cut, for all tests to compare with."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        treat_as_gpu(patch)
+        train(load_recipe(shared_clicks, [*SETTINGS, f"run.folder={run}"]), progress=False)
+    return run
+
+
 @pytest.mark.parametrize("step", [3, 13, 22, 40, 65])
 def test_a_cut_run_ends_the_same(
-    shared_clicks: Path, tmp_path: Path, step: int, deferred: None, monkeypatch: pytest.MonkeyPatch
+    shared_clicks: Path, tmp_path: Path, step: int, whole: Path, deferred: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(load_recipe(shared_clicks, [*SETTINGS, f"run.folder={tmp_path / 'whole'}"]), progress=False)
     with monkeypatch.context() as patch, pytest.raises(Cut):
         cut_after(step, patch)
         train(load_recipe(shared_clicks, [*SETTINGS, f"run.folder={tmp_path / 'cut'}"]), progress=False)
     train(load_run(tmp_path / "cut"), resume=tmp_path / "cut", progress=False)
-    assert_same_end(tmp_path / "whole", tmp_path / "cut")
+    assert_same_end(whole, tmp_path / "cut")
 
 
 def test_divergence_is_noticed_at_the_next_look(
