@@ -34,17 +34,7 @@ class Unequal(Side):
         import unequal as uq
 
         workload = task.workload
-        tables = [uq.Table(f"t{t}", rows=rows, dim=workload.dim) for t, rows in enumerate(workload.rows)]
-        pooling = "sum" if workload.pooled else None
-        whole = uq.Embeddings(
-            {name: uq.Feature(table, pooling=pooling) for name, table in zip(workload.features, tables)},
-            optimizer=uq.RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS),
-            device="cpu" if task.equal else "meta",
-        )
-        if task.equal:
-            values = workload.initial_weights()
-            start = {f"{table.name}.weight": torch.from_numpy(part) for table, part in zip(tables, values)}
-            whole.load_state_dict(whole.state_dict() | start)
+        whole = self.make_tables(task)
         self.placement = self.arrange(task, whole)
         self.embeddings = uq.shard(whole, self.placement, timing=True)
         del whole
@@ -62,6 +52,25 @@ class Unequal(Side):
                 torch.from_numpy(part[k, mine].copy()) for part in (task.samples.dense, task.samples.labels)
             )
             self.batches.append(uq.Batch(tuple(workload.features), ids, lengths, dense=dense, labels=labels))
+
+    def make_tables(self, task: Task) -> uq.Embeddings:
+        import torch
+
+        import unequal as uq
+
+        workload = task.workload
+        tables = [uq.Table(f"t{t}", rows=rows, dim=workload.dim) for t, rows in enumerate(workload.rows)]
+        pooling = "sum" if workload.pooled else None
+        whole = uq.Embeddings(
+            {name: uq.Feature(table, pooling=pooling) for name, table in zip(workload.features, tables)},
+            optimizer=uq.RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS),
+            device="cpu" if task.equal else "meta",
+        )
+        if task.equal:
+            values = workload.initial_weights()
+            start = {f"{table.name}.weight": torch.from_numpy(part) for table, part in zip(tables, values)}
+            whole.load_state_dict(whole.state_dict() | start)
+        return whole
 
     def arrange(self, task: Task, embeddings: uq.Embeddings) -> Placement:
         return arrange(task, embeddings)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.tiers_worker FOLDER ARRANGEMENT BLOCKS
 
-runs on every rank of a cluster (cluster.py), trains so many blocks of steps after one that warms up, and prints one line of JSON.
+runs on every rank of a cluster (cluster.py), trains so many blocks of steps after one that warms up (or `passes` of them, where
+a side asks for more), and prints one line of JSON.
 A block is one pass over the batches. The bytes of a block are those of the node's link, read while no rank sends.
 """
 
@@ -127,7 +128,7 @@ def serve(make: Callable[[Task], Side], import_side: Callable[[], None]) -> None
     side = make(task)
     del task
     built = status(os.getpid(), "VmRSS")
-    first = block(side, batches)
+    first, *_ = [block(side, batches) for _ in range(getattr(side, "passes", 1))]
     Path("/proc/self/clear_refs").write_text("5")  # from here on the peak is that of training, not of the start
     rest = [block(side, batches) for _ in range(blocks)]
     found = {"built_bytes": built, "peak_bytes": status(os.getpid(), "VmHWM"), "warm_up": first, "blocks": rest}

@@ -1,6 +1,8 @@
 // Which rank answers for an id: rows that are copied to every rank or to every node lie nearer than their owner.
 #include <algorithm>
+#include <cstring>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "directory.h"
@@ -13,8 +15,22 @@ struct Dealer {
   bool hashed;
   // Dense ids in turn, others by their mixed bits.
   int64_t operator()(int64_t id) const {
-    return int64_t((hashed ? mix64(uint64_t(id)) & ~(uint64_t(1) << 63) : uint64_t(id)) % parts);
+    const uint64_t number = hashed ? mix64(uint64_t(id)) & ~(uint64_t(1) << 63) : uint64_t(id);
+    if (!(parts & (parts - 1))) return int64_t(number & (parts - 1));
+    // A division of 32 bits takes a fraction of the time.
+    return number >> 32 ? int64_t(number % parts) : int64_t(uint32_t(number) % uint32_t(parts));
   }
+};
+
+// A piece of a table and its distinct ids. All fields have 8 bytes; filled in by kernels/cpu/dealing.py.
+struct Piece {
+  const int64_t* ids;
+  int64_t count;
+  int64_t parts, divisor;
+  int64_t places;            // 0: the ids go to all ranks; 1: to targets[0]
+  const int64_t* targets;    // [places]: the rank for part / divisor % places
+  int64_t hashed;
+  int64_t group;             // pieces whose rows lie in one matrix; -1: no row of it travels
 };
 
 }  // namespace
@@ -71,4 +87,86 @@ UNEQUAL_API void uq_deal_bags(const int64_t* ids, const int64_t* lengths, int64_
     total += sizes[p];
   }
   for (int64_t i = 0; i < total; ++i) dealt[next[size_t(part_of(ids[i]))]++] = ids[i];
+}
+
+// A step's message: the ids of all pieces, by the rank they go to, then by piece in the given order. sent: [ranks, pieces] how many
+// each has; first: [ranks, pieces] where their rows will begin in the matrix of their group; places: piece after piece, where the
+// row of each id will lie there, or for ids that go to all, its number. Returns -1 without memory.
+UNEQUAL_API int uq_deal_rows(const void* described, int64_t count, const int64_t* order, int64_t ranks, int64_t groups,
+                             int64_t* sent, int64_t* first, int64_t* message, int64_t* places) try {
+  using namespace unequal;
+  const Piece* pieces = static_cast<const Piece*>(described);
+  std::fill(sent, sent + ranks * count, 0);
+  std::fill(first, first + ranks * count, 0);
+  int64_t spread = 0;
+  for (int64_t p = 0; p < count; ++p) spread += pieces[p].places > 1 ? pieces[p].count : 0;
+  std::vector<int32_t> targets(static_cast<size_t>(spread));
+  int32_t* target = targets.data();
+  std::vector<int64_t> counted(static_cast<size_t>(ranks));
+  for (int64_t p = 0; p < count; ++p) {
+    const Piece& piece = pieces[p];
+    if (!piece.count) continue;
+    if (piece.places <= 1) {
+      for (int64_t k = 0; k < ranks; ++k)
+        if (!piece.places || k == piece.targets[0]) sent[k * count + p] = piece.count;
+      continue;
+    }
+    std::fill(counted.begin(), counted.end(), 0);
+    const Dealer part_of{uint64_t(piece.parts), piece.hashed != 0};
+    const bool plain = piece.divisor == 1 && piece.places == piece.parts;
+    for (int64_t i = 0; i < piece.count; ++i) {
+      const int64_t part = part_of(piece.ids[i]);
+      const int64_t k = piece.targets[plain ? part : part / piece.divisor % piece.places];
+      *target++ = int32_t(k);
+      ++counted[size_t(k)];
+    }
+    for (int64_t k = 0; k < ranks; ++k) sent[k * count + p] = counted[size_t(k)];
+  }
+
+  std::vector<int64_t> at(static_cast<size_t>(ranks * count)), next(static_cast<size_t>(groups));
+  int64_t total = 0;
+  for (int64_t k = 0; k < ranks; ++k)
+    for (int64_t o = 0; o < count; ++o) {
+      const int64_t b = k * count + order[o], group = pieces[order[o]].group;
+      at[size_t(b)] = total;
+      total += sent[b];
+      if (!sent[b] || group < 0) continue;
+      first[b] = next[size_t(group)];
+      next[size_t(group)] += sent[b];
+    }
+
+  target = targets.data();
+  std::vector<int64_t*> out(static_cast<size_t>(ranks));
+  std::vector<int64_t> row(static_cast<size_t>(ranks));
+  for (int64_t p = 0; p < count; ++p) {
+    const Piece& piece = pieces[p];
+    if (piece.places <= 1) {
+      for (int64_t k = 0; k < ranks; ++k)
+        if (sent[k * count + p]) std::memcpy(message + at[size_t(k * count + p)], piece.ids, size_t(piece.count) * 8);
+      std::iota(places, places + piece.count, piece.places && piece.count ? first[piece.targets[0] * count + p] : 0);
+      places += piece.count;
+      continue;
+    }
+    for (int64_t k = 0; k < ranks; ++k) {
+      out[size_t(k)] = message + at[size_t(k * count + p)];
+      row[size_t(k)] = first[k * count + p];
+    }
+    for (int64_t i = 0; i < piece.count; ++i) {
+      const size_t k = size_t(*target++);
+      *out[k]++ = piece.ids[i];
+      *places++ = row[k]++;
+    }
+  }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+
+// Of every lookup the place of its row. spans: [count, 3]: where a feature's lookups begin and end, and the address of its places,
+// which its numbers (like the lookups) index; 0: they are the places themselves.
+UNEQUAL_API void uq_follow_places(const int64_t* numbers, const int64_t* spans, int64_t count, int64_t* out) {
+  for (const int64_t* span = spans; span < spans + 3 * count; span += 3) {
+    const int64_t* places = reinterpret_cast<const int64_t*>(span[2]);
+    for (int64_t i = span[0]; i < span[1]; ++i) out[i] = places ? places[numbers[i]] : numbers[i];
+  }
 }

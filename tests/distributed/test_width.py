@@ -37,7 +37,8 @@ def problem_of(policy="water-filling", optimizer=None, steps=STEPS, dtype="fp32"
     first = uq.Table("first", rows=60, dim=8, init_std=0.1, dtype=dtype)
     second = uq.Table("second", rows=41, dim=4, init_std=0.1, dtype=dtype)
     features = {"a": uq.Feature(first, "mean"), "b": uq.Feature(second, None), "c": uq.Feature(first, "sum")}
-    width = uq.Width(**{"budget": "40%", "policy": policy, "every": 4, "start": "full", "ramp": 6, **options})
+    settings = {"budget": "40%", "policy": policy, "every": 4, "start": "full", "ramp": 6, "gradients": "whole"}
+    width = uq.Width(**{**settings, **options})
     problem = WidthProblem(features, [], optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width)
     problem = with_batches(problem, steps, 24)
     everything = {"a": torch.arange(60), "b": torch.arange(41), "c": torch.arange(24)}

@@ -17,6 +17,9 @@ SETTINGS = [
     "width.every=8", "width.budget=25%", *(f"tables.C{k + 1}.rows={ids}" for k, ids in enumerate(cardinalities(CONFIG))),
 ]  # fmt: skip
 
+AS_ALONE = [*SETTINGS, "width.gradients=whole"]
+"""rows are then worth what they are in one process"""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -27,7 +30,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("sharding", ["auto", "row_wise"])
 def test_two_ranks_keep_what_one_keeps(pool, made, tmp_path, sharding):
-    settings = [*SETTINGS, f"tables.sharding={sharding}"]
+    settings = [*AS_ALONE, f"tables.sharding={sharding}"]
     alone = train(load_recipe(made, [*settings, f"run.folder={tmp_path / 'alone'}"]), progress=False, device="cpu")
     run = tmp_path / "pair"
     reports = pool.run(run_rank, made, [*settings, f"run.folder={run}"], world=2)
@@ -49,7 +52,7 @@ def test_two_ranks_keep_what_one_keeps(pool, made, tmp_path, sharding):
 @pytest.mark.parametrize("sharding", ["auto", "row_wise"])
 def test_with_room_for_all_two_ranks_learn_what_one_learns(pool, made, tmp_path, sharding):
     """Where there is not, ranks give the last room between two rounds to other new ids than one process does."""
-    settings = [*SETTINGS, "width.budget=100%", f"tables.sharding={sharding}"]
+    settings = [*AS_ALONE, "width.budget=100%", f"tables.sharding={sharding}"]
     alone = train(load_recipe(made, [*settings, f"run.folder={tmp_path / 'alone'}"]), progress=False, device="cpu")
     pair = pool.run(run_rank, made, [*settings, f"run.folder={tmp_path / 'pair'}"], world=2)[0]
     assert pair["log_loss"] == pytest.approx(alone.log_loss, abs=1e-5)

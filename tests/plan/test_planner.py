@@ -58,18 +58,31 @@ def test_the_costs_are_those_of_the_placement() -> None:
     )
 
 
-def test_near_the_best_of_all_combinations() -> None:
-    """Every candidate of three tables on two ranks, at every place: the plan is within 2% of the best."""
-    features = {
-        "a": Feature(Table("a", 200_000, dim=32)),
-        "b": Feature(Table("b", 50_000, dim=64), None),
-        "c": Feature(Table("c", 300, dim=16)),
-    }
-    module, load = Module(features, SGD()), {"a": 20.0, "b": 10.0, "c": 1.0}
+@pytest.mark.parametrize(
+    ("features", "load"),
+    [
+        (
+            {
+                "a": Feature(Table("a", 200_000, dim=32)),
+                "b": Feature(Table("b", 50_000, dim=64), None),
+                "c": Feature(Table("c", 300, dim=16)),
+            },
+            {"a": 20.0, "b": 10.0, "c": 1.0},
+        ),
+        # One of three equal tables must be dealt out over both ranks, and the others change their places for it.
+        (
+            {name: Feature(Table(name, 2_000_000, dim=64)) for name in "abcd"},
+            {"a": 20.0, "b": 20.0, "c": 20.0, "d": 1.0},
+        ),
+    ],
+)
+def test_near_the_best_of_all_combinations(features: dict[str, Feature], load: dict[str, float]) -> None:
+    """Every candidate of a few tables on two ranks, at every place: the plan is within 2% of the best."""
+    module = Module(features, SGD())
     topology = machines(1, 2)
-    plan = make_plan(module, topology, batch_size=1024, load=load)
+    plan = make_plan(module, topology, batch_size=4096, load=load)
     loads = assume(features, module.optimizer, ids=load)
-    pricer = Pricer(Setting(topology=topology, batch_size=1024))
+    pricer = Pricer(Setting(topology=topology, batch_size=4096))
     costs = []
     for one in loads.values():
         placed = {

@@ -16,7 +16,7 @@ from unequal.plan.cost import Pricer, Setting
 from unequal.plan.explain_tiers import tiers_text
 from unequal.plan.placement import UNIQUES, Unique
 from unequal.plan.plan import Plan
-from unequal.plan.planner import make_plan
+from unequal.plan.planner import PROCESS_BYTES, make_plan
 from unequal.plan.profiled import loads_from_profile
 from unequal.plan.rowsfile import rows_path
 from unequal.plan.tiering import with_popularity
@@ -112,7 +112,7 @@ def test_a_plan_with_copies_is_as_the_cost_model_has_it(module: Module, profile:
 def test_no_more_memory_than_without(module: Module, profile: Profile) -> None:
     """By default all that a rank takes is within what row-wise exchange of repeated ids takes; a budget may say otherwise."""
     topology = slow()
-    setting = Setting(topology=topology, batch_size=512, fixed={"process": 300 << 20})
+    setting = Setting(topology=topology, batch_size=512, fixed={"process": PROCESS_BYTES["cpu"]})
     loads = with_popularity(loads_from_profile(profile, module.features, module.optimizer), profile)
     base = repeated_ids_memory(list(loads.values()), setting)
     plan = planned(module, profile, topology)

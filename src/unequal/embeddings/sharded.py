@@ -48,6 +48,8 @@ class ShardedEmbeddings(TablesOfWidth):
 
     def _make_unique(self, step: Step) -> str | None:
         """Distinct ids of every table that is read by rows; gives what is wrong with an id, if one is."""
+        if self._kernels.unique_tables is not None and self.placement.unique != "none":
+            return self._make_all_unique(step)
         batch, bounds = step.batch, step.batch.bounds
         for t, (name, table) in enumerate(self.tables.items()):
             spans = [slice(int(bounds[self._index[f]]), int(bounds[self._index[f] + 1])) for f in self._readers[t]]
@@ -64,6 +66,27 @@ class ShardedEmbeddings(TablesOfWidth):
             step.distinct[name], inverse, step.counts[name] = self._unique(name, ids)
             for f, part in zip(self._readers[t], torch.split(inverse, [part.numel() for part in parts])):
                 step.inverses[self._spec_list[f].name] = part
+        return None
+
+    def _make_all_unique(self, step: Step) -> str | None:
+        """The same in one call."""
+        batch, bounds = step.batch, step.batch.bounds
+        order = self._index[self._table_order]
+        spans = np.stack([bounds[order], bounds[order + 1]], 1)
+        asked = [name for name in self.tables if not (step.by_sums and name in self._summed)]
+        wrong, found, inverse = self._kernels.unique_tables(batch.ids, spans, self._table_shapes[step.by_sums])
+        if wrong is not None:
+            rows = list(self.tables.values())[wrong].rows
+            assert rows is not None
+            return self._describe_wrong(batch, wrong, rows)
+        for name, (distinct, counts) in zip(asked, found):
+            step.distinct[name], step.counts[name] = distinct, counts
+        parts = torch.split(inverse, np.diff(bounds).tolist())
+        step.inverse, step.inverses = inverse, {n: parts[k] for n, k in zip(self._specs, self._index.tolist())}
+        if self._watch is not None and step.insert:
+            for name in asked:
+                ids = [batch[self._spec_list[f].name].values for f in self._readers[self._numbers[name]]]
+                self._watch.note(self._step, name, torch.cat(ids))
         return None
 
     def _describe_wrong(self, batch: Batch, table: int, rows: int) -> str:
@@ -170,6 +193,10 @@ class ShardedEmbeddings(TablesOfWidth):
         if updating and known is not None and not self._replicas:
             index, bounds = known.index, known.bounds
             return Request(tables, specs, step.size, index, known.ids, known.ids, known.offsets, known.weights, bounds)
+        positions = [int(self._index[self._feature_numbers[name]]) for name in entries.features]
+        if entries.single and step.inverse is not None:
+            ids, index = self._follow(step, entries, positions, updating), np.array(positions, np.int64)
+            return Request(tables, specs, step.size, index, ids, ids, batch.offsets, step.weights, batch.bounds)
         numbers, places = [], step.places
         for name, p in zip(entries.features, entries.pieces):
             if self._wire[p].replicated and not updating:
@@ -177,7 +204,6 @@ class ShardedEmbeddings(TablesOfWidth):
             else:
                 found, inverse = places[p], step.inverses[name]
                 numbers.append(inverse if found is None or self._wire[p].replicated else found[inverse])
-        positions = [batch.features.index(name) for name in entries.features]
         if entries.single:
             ids, bounds = torch.empty_like(batch.ids), batch.bounds
             for at, part in zip(positions, numbers):
@@ -189,6 +215,19 @@ class ShardedEmbeddings(TablesOfWidth):
         weights = None if step.weights is None else torch.cat([_float(part.weights) for part in parts])
         bounds = np.cumsum([0, *(part.numel() for part in numbers)], dtype=np.int64)
         return Request(tables, specs, step.size, np.arange(len(parts)), ids, ids, offsets, weights, bounds)
+
+    def _follow(self, step: Step, entries: Entries, positions: Sequence[int], updating: bool) -> Tensor:
+        """The place of every lookup's row, as the batch's ids lie."""
+        assert step.inverse is not None and self._kernels.follow_places is not None
+        bounds, ids, spans = step.batch.bounds.tolist(), torch.empty_like(step.batch.ids), []
+        for at, p in zip(positions, entries.pieces):
+            span, replicated = slice(bounds[at], bounds[at + 1]), self._wire[p].replicated
+            if replicated and not updating:
+                ids[span] = self._storage_of(p).locate(step.batch.ids[span], False)
+            else:
+                spans.append((span.start, span.stop, None if replicated else step.places[p]))
+        self._kernels.follow_places(step.inverse, spans, ids)
+        return ids
 
     def _mean_lengths(self, step: Step) -> dict[str, Tensor | None]:
         """Of the features that owners sum: what to divide by, [samples, 1], where they are averaged."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from .device import out_of_memory
 from .drift import Drift, Watch
 from .module import Embeddings, exact_device
 
+Flags = npt.NDArray[np.bool_]
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 
 
@@ -47,6 +50,8 @@ class Step:
     """per table read by rows: its distinct ids"""
     inverses: dict[str, Tensor] = field(default_factory=dict)
     """per feature of such a table: of each of its ids the place among the table's distinct ones"""
+    inverse: Tensor | None = None
+    """all of them, as the batch's ids lie, where they were found at once"""
     counts: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor | Routed] = field(default_factory=dict)
     """per piece of a table with tiers: what it is asked for"""
@@ -97,6 +102,12 @@ class Part:
     """the blocks whose rows are updated where their gradients arrive"""
     summed: list[int]
     """pieces held here whose rows are not: their gradients are gathered first"""
+    tables: Ints
+    """by piece: the number of its table"""
+    copied: Flags
+    """whether some of its rows have copies"""
+    spread: Flags
+    """whether it has the rows that have one owner each"""
 
 
 def check_width(placement: Placement) -> None:
@@ -143,6 +154,11 @@ class SpreadTables(Embeddings):
         self._wire, self._pieces_of, self._tier_pieces = self._lay_out_pieces()
         self._build_exchange()
         self._with_sums, self._without_sums = self._lay_out_entries(True), self._lay_out_entries(False)
+        self._feature_numbers = {name: number for number, name in enumerate(self._specs)}
+        self._table_of = np.array([spec.table for spec in self._spec_list], np.int64)
+        self._table_order = np.array([f for readers in self._readers for f in readers], np.int64)
+        """features, table by table"""
+        self._table_shapes = {by_sums: self._lay_out_tables(by_sums) for by_sums in (False, True)}
         self._repeated_bytes = 0.0
 
     def _make_storages(self) -> dict[str, Storage]:
@@ -250,7 +266,10 @@ class SpreadTables(Embeddings):
             owner = Owner(exchange.blocks, storages)
             summed = [k for k in exchange.blocks.held if exchange.pieces[k].table in self._statistics | self._rare]
             fused = exchange.blocks.select([k for k in exchange.blocks.held if k not in summed])
-            self._exchanges.append(Part(numbers, exchange, owner, fused, summed))
+            tables = np.array([self._numbers[piece.table] for piece in pieces], np.int64)
+            copied_rows = np.array([piece.table in self.copies for piece in pieces], bool)
+            owned = np.array([not piece.replicated and piece.tier == GLOBAL for piece in pieces], bool)
+            self._exchanges.append(Part(numbers, exchange, owner, fused, summed, tables, copied_rows, owned))
         bagged = [
             Bagged(name, self._wire[p], spec.place + self._wire[p].piece.first)
             for name, spec in self._specs.items()
@@ -307,6 +326,17 @@ class SpreadTables(Embeddings):
             names, pieces, FeatureSpecs(specs), FeatureSpecs(specs), sequences, len(set(names)) == len(names)
         )
 
+    def _lay_out_tables(self, by_sums: bool) -> Ints:
+        """Per table: where its features begin among all of them, their number, its rows or -1, and whether it is read by rows."""
+        firsts = np.cumsum([0, *(len(readers) for readers in self._readers)]).tolist()
+        return np.array(
+            [
+                (first, len(readers), -1 if table.rows is None else table.rows, not (by_sums and name in self._summed))
+                for first, readers, (name, table) in zip(firsts, self._readers, self.tables.items())
+            ],
+            np.int64,
+        )
+
     @staticmethod
     def _name_of(table: str, piece: Any) -> str:
         return f"{table}[{piece.first}:{piece.last}]"
@@ -332,16 +362,13 @@ class SpreadTables(Embeddings):
 
     def _count_repeated(self, step: Step) -> None:
         wire = WIRE_BYTES[self.placement.forward_codec] + step.insert * WIRE_BYTES[self.placement.backward_codec]
+        ids = np.bincount(self._table_of, np.diff(step.batch.bounds)[self._index], len(self.tables))
         for part, journey in zip(self._exchanges, step.journeys):
-            sent, place = journey.asked[0].sent, part.exchange.hops[0].link.place
-            for k, p in enumerate(part.numbers):
-                piece, total = self._wire[p], int(sent[:, k].sum())
-                if piece.replicated or piece.tier != GLOBAL or not (total or piece.table in self.copies):
-                    continue
-                readers = self._readers[self._numbers[piece.table]]
-                ids = sum(step.inverses[self._spec_list[f].name].numel() for f in readers)
-                elsewhere = 1 - (1 / self.mesh.world if piece.table in self.copies else int(sent[place, k]) / total)
-                self._repeated_bytes += elsewhere * ids * (8 + wire * piece.width)
+            sent, hop = journey.asked[0].sent, part.exchange.hops[0]
+            totals, copied = sent.sum(0), part.copied
+            here = np.where(copied, 1 / self.mesh.world, sent[hop.link.place] / np.maximum(totals, 1))
+            each = (1 - here) * ids[part.tables] * (8 + wire * hop.widths)
+            self._repeated_bytes += float(each[part.spread & (copied | (totals > 0))].sum())
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

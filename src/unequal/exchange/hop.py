@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from ..kernels import Backend
 from ..plan.placement import Codec, Piece, part_of
 from .codecs import DTYPES, decode, encode, wire_size
 from .mesh import Ints, Link
-from .narrow import NarrowWire, Run, chunks_with_values, fold
+from .narrow import NarrowWire, Run
 
 REPLICATED, NODE, GLOBAL = 0, 1, 2
 """Tiers of a table, as routes number them: rows with a copy on every rank, rows with a copy in every node, and the others."""
@@ -102,12 +103,43 @@ class Hop:
         self.near = np.array([piece.tier <= near for piece in pieces], bool)
         self.silent = self.replicated | self.near
         """no row travels"""
-        self._narrow = NarrowWire(link, any(piece.masked for piece in pieces)) if any(p.chunk for p in pieces) else None
+        self._narrow = (
+            NarrowWire(kernels, link, any(piece.masked for piece in pieces)) if any(p.chunk for p in pieces) else None
+        )
         self.told = self._narrow is not None and not self._narrow.masked
         """whether answers need to be given how many chunks rows have"""
-        self.norms = norms and self.told
+        self.norms = norms and self.told and link.size > 1
         # Equal widths lie together, so that a message is one matrix where there is one width; what has no rows comes last.
-        self.order = sorted(range(len(pieces)), key=lambda p: (self.silent[p], self.replicated[p], self.widths[p], p))
+        # Next to each other lie also those that are spread over as many ranks: slots are then found for all of them at once.
+        self.order = sorted(
+            range(len(pieces)),
+            key=lambda p: (self.silent[p], self.replicated[p], self.widths[p], len(pieces[p].piece.ranks), p),
+        )
+        held = {
+            width: (self.widths == width) & (~self.silent | self.near) for width in sorted(set(self.widths.tolist()))
+        }
+        self._of_width = {width: pieces.nonzero()[0] for width, pieces in held.items() if pieces.any()}
+        """by width: pieces whose rows come back or are read where they are"""
+        self._one_width = len(self._of_width) == 1 and not self.silent.any()
+        """whether all messages are matrices of one width"""
+        self._dealer = self._make_dealer()
+
+    def _make_dealer(self) -> Any:
+        """What puts messages together in one call, where the kernels have that and ids travel alone."""
+        if self.kernels.Dealer is None or self.counted or self.near.any():
+            return None
+        widths, ways = sorted(set(self.widths.tolist())), []
+        for p, (piece, targets) in enumerate(zip(self.pieces, self._targets)):
+            way: tuple[int, Ints] | None = (1, np.array(targets[:1].tolist(), np.int64))
+            if piece.replicated:
+                way = (1, np.zeros(0, np.int64))
+            elif len(targets) > 1 and self.link.size > 1:
+                way = self._ways[p]
+            if way is None:
+                return None
+            group = -1 if self.silent[p] else widths.index(piece.width)
+            ways.append((len(targets), *way, piece.hashed, group))
+        return self.kernels.Dealer(ways, self.order, self.link.size)
 
     def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
         """(rank, piece, count) in the order of a message with these counts [ranks, pieces]; `rows`: only what travels as rows."""
@@ -127,6 +159,11 @@ class Hop:
     ) -> tuple[Asked, Ints]:
         """Sends every distinct id of every piece to the rank that answers for it. `header`: a few numbers for every rank; those
         of the others are given back, [ranks, numbers]."""
+        if self._dealer is not None:
+            ids, sent, first, places = self._dealer.deal(distinct)
+            received, headers = self._tell(sent, header)
+            landed = self.link.all_to_all(ids, sent.sum(1), received.sum(1))
+            return Asked(sent, received, landed, None, places, first, {}), headers
         size = self.link.size
         sent = np.zeros((size, len(self.pieces)), np.int64)
         sorted_ids: list[Tensor | None] = [None] * len(self.pieces)
@@ -158,9 +195,7 @@ class Hop:
             times = counts[p]
             if self.counted and times is not None:
                 sorted_counts[p] = times if order is None else times[order]
-        told = np.concatenate([np.broadcast_to(header, (size, header.size)), sent], 1)
-        came = self.link.all_to_all_counts(told)
-        received, headers = came[:, header.size :], came[:, : header.size]
+        received, headers = self._tell(sent, header)
         ids = self._message(sorted_ids, sent)
         per_rank = sent.sum(1), received.sum(1)
         read: Tensor | None = None
@@ -177,6 +212,12 @@ class Hop:
         first = self._find_first(sent)
         near = {p: part for p, part in enumerate(sorted_ids) if part is not None and self.near[p]}
         return Asked(sent, received, landed, read, self._find_places(orders, sent, first), first, near), headers
+
+    def _tell(self, sent: Ints, header: Ints) -> tuple[Ints, Ints]:
+        """How many ids of each piece the others ask for, and their headers."""
+        told = np.concatenate([np.broadcast_to(header, (self.link.size, header.size)), sent], 1)
+        came = self.link.all_to_all_counts(told)
+        return came[:, header.size :], came[:, : header.size]
 
     def _message(self, parts: Sequence[Tensor | None], sent: Ints) -> Tensor:
         """Parts that are sorted by rank, piece by piece, as a message: by rank, then by piece."""
@@ -217,10 +258,9 @@ class Hop:
 
     def rows_of_width(self, sent: Ints) -> dict[int, int]:
         """How many rows of each width come back or are read where they are."""
-        totals: dict[int, int] = {}
-        for _, p, count in [*self.blocks(sent, rows=True), *self.near_blocks(sent)]:
-            totals[int(self.widths[p])] = totals.get(int(self.widths[p]), 0) + count
-        return totals
+        totals = sent.sum(0)
+        found = {width: int(totals[pieces].sum()) for width, pieces in self._of_width.items()}
+        return {width: count for width, count in found.items() if count}
 
     def answer(self, asked: Asked, rows: Tensor, codec: Codec, live: Tensor | None = None) -> dict[int, Tensor]:
         """Sends the rows that were asked for (float32, flat, in the order of the ids); gives the rows that came, by width, and
@@ -230,7 +270,9 @@ class Hop:
             flat = self._exchange(rows, asked.received, asked.sent, codec, rows=True)
         else:
             if live is None:
-                live = chunks_with_values(rows, [run for part in self._runs(asked.received, True) for run in part])
+                live = self.kernels.used_chunks(
+                    rows, [run for part in self._runs(asked.received, True) for run in part]
+                )
             flat, live = self._exchange_narrow(rows, live, asked.received, asked.sent, codec, rows=True)
         found = self._by_width(flat, asked.sent)
         if self.told and live is not None:
@@ -244,6 +286,8 @@ class Hop:
         return found
 
     def _by_width(self, flat: Tensor, sent: Ints) -> dict[int, Tensor]:
+        if self._one_width:
+            return {width: flat.view(-1, width) for width in self.rows_of_width(sent)}
         blocks = self.blocks(sent, rows=True)
         widths = {int(self.widths[p]) for _, p, _ in blocks}
         if len(widths) == 1:
@@ -273,11 +317,10 @@ class Hop:
         """Sends the gradient of every row that came (by width, in the order in which rows came) and of the replicated pieces'
         distinct ids; gives what came for the ids this rank was asked for: flat, in their order."""
         sent = asked.sent
+        if self._one_width and not self.norms:
+            rows = next(iter(gradients.values()), torch.empty(0, device=self.device))
+            return self._exchange(rows.view(-1), sent, asked.received, codec, rows=False)
         blocks = self.blocks(sent, rows=False)
-        if self.norms:
-            chunks = {piece.width: piece.chunk for piece in self.pieces}
-            for width, rows in gradients.items():
-                fold(rows, asked.live[width], chunks[width])
         travelling = [block for block in blocks if not self.silent[block[1]]]
         widths = {int(self.widths[p]) for _, p, _ in travelling}
         if len(travelling) == len(blocks) and len(widths) == 1:
@@ -333,6 +376,8 @@ class Hop:
 
     def _exchange(self, flat: Tensor, sent: Ints, received: Ints, codec: Codec, rows: bool) -> Tensor:
         def runs(counts: Ints) -> list[tuple[int, int]]:
+            if codec != "int8":  # all other codecs take value by value
+                return []
             return [(n, int(self.widths[p])) for _, p, n in self.blocks(counts, rows)]
 
         def sizes(counts: Ints) -> Ints:

@@ -17,7 +17,7 @@ from ..storage.copies import Copies, NarrowCopies
 from .codecs import DTYPES, decode, encode, wire_size
 from .hop import REPLICATED
 from .mesh import Ints, Link, Mesh
-from .narrow import Kept, Run, keep
+from .narrow import Run
 
 NUMBER = torch.int32
 """how a row is named: by its number among those that have copies"""
@@ -29,11 +29,7 @@ class Changed:
 
     numbers: Tensor
     wire: Tensor
-    """[rows, elements of a row on the wire]: as they travel, so that all copies get the same bits, on every way"""
-
-    def below(self, cut: int) -> Changed:
-        chosen = self.numbers < cut
-        return Changed(self.numbers[chosen], self.wire[chosen])
+    """flat: as they travel, so that all copies get the same bits, on every way"""
 
 
 class Push:
@@ -51,12 +47,8 @@ class Push:
         """`updated`: for every table numbers and rows (float32) that this rank owns and has changed."""
         self.wait()
         changed = [
-            Changed(
-                numbers, encode(rows.reshape(-1), [(rows.shape[0], rows.shape[1])], self.codec).view(rows.shape[0], -1)
-            )
-            if rows.shape[0]
-            else Changed(numbers, rows.new_empty(0, 0, dtype=DTYPES[self.codec]))
-            for numbers, rows in updated
+            Changed(numbers, self._packed(copies, numbers, rows))
+            for copies, (numbers, rows) in zip(self.copies, updated)
         ]
         if self._thread is None:
             self._run(changed)
@@ -85,19 +77,20 @@ class Push:
     def _run(self, changed: Sequence[Changed]) -> None:
         apart = self._apart
         everyone = self._send(apart.lane if apart.nodes > 1 else None, changed)
-        shared = [part.below(copies.cuts[REPLICATED]) for copies, part in zip(self.copies, everyone)]
         if apart.ranks_per_node > 1 and any(copies.cuts[REPLICATED] for copies in self.copies):
+            shared = [self._replicated(copies, parts) for copies, parts in zip(self.copies, everyone)]
             self._send(apart.in_node, shared)
 
-    def _send(self, link: Link | None, changed: Sequence[Changed]) -> list[Changed]:
-        """To all ranks of a link; writes what came and gives it, own rows included."""
+    def _send(self, link: Link | None, changed: Sequence[Changed]) -> list[list[Changed]]:
+        """To all ranks of a link; writes what came and gives it by table, own rows included."""
         for k, part in enumerate(changed):
             self._write(k, part)
+        found = [[part] for part in changed]
         if link is None:
-            return list(changed)
+            return found
         counts = [part.numbers.numel() for part in changed]
         others = np.array([place != link.place for place in range(link.size)])
-        wires = [self._packed(k, part) for k, part in enumerate(changed)]
+        wires = [part.wire for part in changed]
         # Of rows that differ in width, how many there are does not say how long they are.
         counts += [wire.numel() for wire, copies in zip(wires, self.copies) if isinstance(copies, NarrowCopies)]
         told = link.all_to_all_counts(np.where(others[:, None], np.array(counts, np.int64), 0))
@@ -105,22 +98,24 @@ class Push:
         sizes = [self._size(n) for n in told]
         message = torch.cat([own] * int(others.sum())) if others.any() else own[:0]
         came = link.all_to_all(message, np.where(others, own.numel(), 0), np.array(sizes, np.int64))
-        found = [[part] for part in changed]
         for n, message in zip(told, torch.split(came, sizes)):
             for k, part in self._unpack(message, n):
                 self._write(k, part)
                 found[k].append(part)
-        return [self._joined(parts) for parts in found]
-
-    def _joined(self, parts: Sequence[Changed]) -> Changed:
-        parts = [part for part in parts if part.numbers.numel()] or list(parts[:1])
-        return Changed(torch.cat([part.numbers for part in parts]), torch.cat([part.wire for part in parts]))
+        return found
 
     def _write(self, k: int, part: Changed) -> None:
-        width = self.copies[k].table.dim
-        if part.numbers.numel():
-            runs = [(part.numbers.numel(), width)]
-            self.copies[k].write(part.numbers, decode(part.wire.reshape(-1), runs, self.codec).view(-1, width))
+        copies, count = self.copies[k], part.numbers.numel()
+        if not count:
+            return
+        width = copies.table.dim
+        if isinstance(copies, NarrowCopies):
+            values = self._apart.empty((count * width,), torch.empty(0, device=self.device))
+            live, run = self._live(copies, part.numbers)
+            copies.kernels.unpack(part.wire, live, [run], self.codec, False, values)
+        else:
+            values = decode(part.wire, [(count, width)], self.codec)
+        copies.write(part.numbers, values.view(count, width))
 
     @property
     def _per_number(self) -> int:
@@ -148,28 +143,33 @@ class Push:
             if n:
                 # A copy: the part of a message may begin where an int32 must not.
                 numbers = parts[k].clone().view(NUMBER).to(torch.int64)
-                found.append((k, Changed(numbers, self._spread(k, numbers, parts[len(heads) + k]))))
+                found.append((k, Changed(numbers, parts[len(heads) + k])))
         return found
 
-    def _keep(self, copies: NarrowCopies, numbers: Tensor) -> tuple[Kept, Run, int]:
-        """Which elements of the rows travel. All ranks know how wide rows with copies are."""
-        run = Run(numbers.numel(), copies.table.dim, copies.how.chunk)
+    def _live(self, copies: NarrowCopies, numbers: Tensor) -> tuple[Tensor, Run]:
+        """Which chunks rows have. All ranks know how wide rows with copies are."""
         live = copies.chunks if copies.masks is None else copies.masks
-        extra = int(wire_size(1, 0, self.codec))
-        return keep(live[numbers], run, copies.masks is not None, extra), run, extra
+        return live[numbers], Run(numbers.numel(), copies.table.dim, copies.how.chunk)
 
-    def _packed(self, k: int, part: Changed) -> Tensor:
-        copies = self.copies[k]
-        if not isinstance(copies, NarrowCopies) or not part.numbers.numel():
-            return part.wire.reshape(-1)
-        return self._keep(copies, part.numbers)[0].pick(part.wire.reshape(-1))
-
-    def _spread(self, k: int, numbers: Tensor, values: Tensor) -> Tensor:
-        copies = self.copies[k]
+    def _packed(self, copies: Copies, numbers: Tensor, rows: Tensor) -> Tensor:
+        if not numbers.numel():
+            return rows.new_empty(0, dtype=DTYPES[self.codec])
         if not isinstance(copies, NarrowCopies):
-            return values.view(numbers.numel(), -1)
-        kept, run, extra = self._keep(copies, numbers)
-        return kept.spread(values, run, extra).view(numbers.numel(), -1)
+            return encode(rows.reshape(-1), [(rows.shape[0], rows.shape[1])], self.codec)
+        live, run = self._live(copies, numbers)
+        wire: Tensor = copies.kernels.pack(rows.reshape(-1), live, [run], self.codec, False)
+        return wire
+
+    def _replicated(self, copies: Copies, parts: Sequence[Changed]) -> Changed:
+        """Those that every rank has."""
+        numbers, wire = torch.cat([part.numbers for part in parts]), torch.cat([part.wire for part in parts])
+        chosen = numbers < copies.cuts[REPLICATED]
+        if not isinstance(copies, NarrowCopies):
+            size = int(wire_size(1, copies.table.dim, self.codec))
+            return Changed(numbers[chosen], wire.view(-1, size)[chosen].view(-1))
+        chunks = copies.chunks[numbers].to(torch.int64)
+        sizes = torch.where(chunks > 0, chunks * copies.how.chunk + int(wire_size(1, 0, self.codec)), 0)
+        return Changed(numbers[chosen], wire[chosen.repeat_interleave(sizes)])
 
     def close(self) -> None:
         self.wait()

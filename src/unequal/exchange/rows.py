@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..optim import SGD
 from ..plan.placement import Codec
 from ..storage import Storage
 from ..storage.copies import Copies, NarrowCopies
+from ..storage.shards import DenseShard
 from .hop import NODE, REPLICATED, Asked, Hop, Routed, WirePiece
 from .mesh import Ints, Mesh
 
@@ -232,6 +234,17 @@ class Owner:
         """`storages`: of every piece held here."""
         self.blocks, self.storages = blocks, storages
         self.tables = [storages[p].rows for p in blocks.held]
+        dense = {p: storage.of for p, storage in storages.items() if isinstance(storage, DenseShard)}
+        of_block = [dense.get(p, 0) for _, p in blocks.blocks]
+        edges = [b for b in range(1, len(of_block)) if of_block[b] != of_block[b - 1]]
+        self._dense = [
+            (first, last, storages[blocks.blocks[first][1]])
+            for first, last in pairwise([0, *edges, len(of_block)])
+            if last > first and of_block[first]
+        ]
+        """blocks whose slots follow from their ids in the same way"""
+        self._by_arithmetic = len(dense) == len(storages)
+        self._same = self._by_arithmetic and all(of == 1 for of in dense.values())
 
     def asked_of(self, asked: Asked) -> list[tuple[Storage, list[slice]]]:
         """Every shard and where its ids lie. Tiers of a table are one shard."""
@@ -242,8 +255,15 @@ class Owner:
 
     def locate(self, asked: Asked, insert: bool) -> Tensor:
         """The slot of every id that was asked for."""
-        slots = torch.empty_like(asked.ids)
-        for storage, spans in self.asked_of(asked):
+        if self._same:
+            return asked.ids
+        slots, bounds = torch.empty_like(asked.ids), self.blocks.bounds(asked.received)
+        for first, last, storage in self._dense:
+            span = slice(int(bounds[first]), int(bounds[last]))
+            slots[span] = storage.locate(asked.ids[span], insert)
+        for storage, spans in () if self._by_arithmetic else self.asked_of(asked):
+            if isinstance(storage, DenseShard):
+                continue
             ids = torch.cat([asked.ids[span] for span in spans])
             if not ids.numel():
                 continue

@@ -19,7 +19,8 @@ from .hop import WirePiece
 from .mesh import Ints, Mesh
 from .rows import read
 
-RunsByRank = list[list[tuple[int, int]]]
+Matrices = list[tuple[int, int]]
+"""(samples, rank whose columns they have), one after the other"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,21 @@ class Bags:
 
 @dataclass(slots=True)
 class Delivered:
-    """What came of them: by feature that is held here, of all ranks' samples."""
+    """What came of them, of all ranks' samples: feature after feature of those that are held here, rank after rank."""
 
-    ids: list[Tensor]
-    lengths: list[Tensor]
+    ids: Tensor
+    lengths: Tensor
+    bounds: Ints
+    """where each feature's ids begin, and where the last one's end"""
     sizes: Ints
+
+    def of_feature(self, f: int) -> Tensor:
+        return self.ids[int(self.bounds[f]) : int(self.bounds[f + 1])]
 
 
 class SumExchange:
-    """All such features, in one hop over all ranks."""
+    """All such features, in one hop over all ranks. What an owner has for a rank is one matrix, [samples, its columns]: the owner
+    pools into the message and updates from it."""
 
     def __init__(
         self, mesh: Mesh, parts: Sequence[Bagged], kernels: Backend, device: torch.device,
@@ -69,12 +76,15 @@ class SumExchange:
         self.held = self.held_by[mesh.rank]
         self.tables = list(dict.fromkeys((parts[j].piece.table, parts[j].piece.piece) for j in self.held))
         """which shards are read here"""
-        columns = np.cumsum([0, *(parts[j].width for j in self.held)])
+        self._widths = [[parts[j].width for j in held] for held in self.held_by]
+        self._columns = [np.cumsum([0, *widths]).tolist() for widths in self._widths]
+        """by rank: where the columns of each feature begin in what it sends"""
+        columns = self._columns[mesh.rank]
         self.columns = int(columns[-1])
         self.specs = FeatureSpecs(
             FeatureSpec(
                 parts[j].feature, self.tables.index((parts[j].piece.table, parts[j].piece.piece)), "sum", parts[j].width,
-                int(columns[k]),
+                columns[k],
             )
             for k, j in enumerate(self.held)
         )  # fmt: skip
@@ -93,20 +103,44 @@ class SumExchange:
         expected = sizes * len(self.held) + received.sum(1)
         flat = torch.cat(message) if message else torch.empty(0, dtype=torch.int64, device=self.device)
         landed = self.mesh.everyone.all_to_all(flat, np.array(sent, np.int64), expected)
-        cuts = [[*([int(sizes[k])] * len(self.held)), *received[k].tolist()] for k in range(world)]
-        blocks = torch.split(landed, [cut for part in cuts for cut in part])
-        many = 2 * len(self.held)
-        all_lengths = [torch.cat([blocks[k * many + h] for k in range(world)]) for h in range(len(self.held))]
-        all_ids = [torch.cat([blocks[k * many + many // 2 + h] for k in range(world)]) for h in range(len(self.held))]
-        return Delivered(all_ids, all_lengths, sizes)
+        return self._arrange(landed, sizes, received)
+
+    def _arrange(self, landed: Tensor, sizes: Ints, received: Ints) -> Delivered:
+        """By feature what came by rank: first the lengths of all features, then their ids. `received`: [ranks, features]."""
+        held = len(self.held)
+        if not held:
+            return Delivered(landed, landed, np.zeros(1, np.int64), sizes)
+        cuts = np.concatenate([np.broadcast_to(sizes[:, None], received.shape), received], 1)
+        blocks = torch.split(landed, cuts.reshape(-1).tolist())
+        lengths, ids = (
+            torch.cat([blocks[k * 2 * held + h] for h in range(first, first + held) for k in range(len(cuts))])
+            for first in (0, held)
+        )
+        bounds = np.concatenate([[0], received.sum(0).cumsum()])
+        return Delivered(ids, lengths, bounds, sizes)
 
     def locate(self, came: Delivered, storages: Sequence[Storage], insert: bool) -> Bags:
         """`storages`: of `tables`."""
-        return Bags(self._request(came.ids, came.lengths, int(came.sizes.sum()), storages, insert), came.sizes)
+        slots = came.ids
+        # All of a table's ids at once: admission counts them, then looks them up.
+        for t, storage in enumerate(storages):
+            asked = self.asked_of(came, t)
+            found = storage.locate(asked, insert)
+            if found is asked and slots is came.ids:
+                continue
+            slots = came.ids.clone() if slots is came.ids else slots
+            mine = [f for f, spec in enumerate(self.specs) if spec.table == t]
+            spans = [slice(int(came.bounds[f]), int(came.bounds[f + 1])) for f in mine]
+            for span, part in zip(spans, torch.split(found, [span.stop - span.start for span in spans])):
+                slots[span] = part
+        index = np.arange(len(self.specs), dtype=np.int64)
+        rows, size, offsets = [storage.rows for storage in storages], int(came.sizes.sum()), offsets_of(came.lengths)
+        return Bags(Request(rows, self.specs, size, index, slots, slots, offsets, None, came.bounds), came.sizes)
 
     def asked_of(self, came: Delivered, t: int) -> Tensor:
         """All ids that one of `tables` was asked for."""
-        return torch.cat([came.ids[f] for f, spec in enumerate(self.specs) if spec.table == t])
+        parts = [came.of_feature(f) for f, spec in enumerate(self.specs) if spec.table == t]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _deal(self, j: int, ids: Tensor, lengths: Tensor) -> tuple[list[Tensor], list[Tensor], Ints]:
         """Per rank: ids, lengths and the number of ids."""
@@ -122,23 +156,6 @@ class SumExchange:
         counts = np.array([part.numel() for part, _ in by_rank], np.int64)
         return [part for part, _ in by_rank], [part for _, part in by_rank], counts
 
-    def _request(
-        self, ids: list[Tensor], lengths: list[Tensor], size: int, storages: Sequence[Storage], insert: bool
-    ) -> Request:
-        slots = list(ids)
-        # All of a table's ids at once: admission counts them, then looks them up.
-        for t, storage in enumerate(storages):
-            mine = [f for f, spec in enumerate(self.specs) if spec.table == t]
-            found = storage.locate(torch.cat([ids[f] for f in mine]), insert)
-            for f, part in zip(mine, torch.split(found, [ids[f].numel() for f in mine])):
-                slots[f] = part
-        empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        flat = torch.cat(slots) if slots else empty
-        offsets = offsets_of(torch.cat(lengths) if lengths else empty)
-        bounds = np.cumsum([0, *(part.numel() for part in ids)], dtype=np.int64)
-        index = np.arange(len(self.specs), dtype=np.int64)
-        return Request([s.rows for s in storages], self.specs, size, index, flat, flat, offsets, None, bounds)
-
     def pool(self, bags: Bags) -> Tensor:
         """The sums over the rows that are held here, of all ranks' bags."""
         out = self.mesh.empty((bags.request.size, self.columns), torch.empty(0, device=self.device))
@@ -148,57 +165,78 @@ class SumExchange:
 
     def fetch(self, bags: Bags, sums: Tensor, pooled: Tensor) -> None:
         """Sends what `pool` gave to whom it belongs, and fills the features' columns of the pooled output."""
-        size = pooled.shape[0]
-        by_rank = torch.split(sums, bags.sizes.tolist())
-        blocks = [part[:, spec.place : spec.place + spec.dim] for part in by_rank for spec in self.specs]
-        came = self._exchange(blocks, self._owned(bags), self._asked(size), self.forward_codec)
+        asked = [pooled.shape[0]] * self.mesh.world
         filled: set[int] = set()
-        for block, j in zip(came, [j for held in self.held_by for j in held]):
-            part = self.parts[j]
-            target = pooled[:, part.column : part.column + part.width]
-            if j in filled:
-                target.add_(block.view(size, part.width))
-            else:
-                target.copy_(block.view(size, part.width))
-                filled.add(j)
+        for k, came in enumerate(
+            self._exchange(sums.view(-1), self._owned(bags), self._asked(asked), self.forward_codec)
+        ):
+            for j, first in zip(self.held_by[k], self._columns[k]):
+                part = self.parts[j]
+                target, block = pooled[:, part.column : part.column + part.width], came[:, first : first + part.width]
+                if j in filled:
+                    target.add_(block)
+                else:
+                    target.copy_(block)
+                    filled.add(j)
 
-    def _owned(self, bags: Bags) -> RunsByRank:
-        return [[(int(n), spec.dim) for spec in self.specs] for n in bags.sizes]
+    def _owned(self, bags: Bags) -> Matrices:
+        return [(int(size), self.mesh.rank) for size in bags.sizes]
 
-    def _asked(self, size: int) -> RunsByRank:
-        return [[(size, self.parts[j].width) for j in held] for held in self.held_by]
+    def _asked(self, sizes: Sequence[int]) -> Matrices:
+        return [(size, k) for k, size in enumerate(sizes)]
 
     def send_back(self, bags: Bags, gradient: Tensor, factors: dict[str, Tensor | float]) -> Tensor:
         """The gradients of all ranks' bags, as the owner's pooled output lies. `gradient`: of this rank's pooled output;
         `factors`: by feature, what it is multiplied by, one number or [samples, 1]."""
         size = gradient.shape[0]
-        blocks, made = [], {}
-        for held in self.held_by:
-            for j in held:
+        asked = self._asked([size] * self.mesh.world)
+        flat = self.mesh.empty((size * sum(columns[-1] for columns in self._columns),), gradient)
+        for k, message in enumerate(self._matrices(flat, asked)):
+            for j, first in zip(self.held_by[k], self._columns[k]):
                 part = self.parts[j]
-                if j not in made:
-                    own = gradient[:, part.column : part.column + part.width]
-                    made[j] = own * factors[part.feature]
-                blocks.append(made[j])
-        came = self._exchange(blocks, self._asked(size), self._owned(bags), self.backward_codec)
-        out = self.mesh.empty((bags.request.size, self.columns), gradient)
-        rows = torch.split(out, bags.sizes.tolist())
-        targets = [(own, spec) for own in rows for spec in self.specs]
-        for block, (own, spec) in zip(came, targets):
-            own[:, spec.place : spec.place + spec.dim] = block.view(-1, spec.dim)
-        return out
+                own = gradient[:, part.column : part.column + part.width]
+                torch.mul(own, factors[part.feature], out=message[:, first : first + part.width])
+        owned = self._owned(bags)
+        if self.mesh.world == 1:
+            return flat.view(size, self.columns)
+        return self._swap(flat, asked, owned, self.backward_codec).view(bags.request.size, self.columns)
 
-    def _exchange(self, blocks: list[Tensor], sent: RunsByRank, received: RunsByRank, codec: Codec) -> Sequence[Tensor]:
-        """`sent` and `received`: (samples, width) of every block, by rank."""
-        flat = self.mesh.empty((sum(block.numel() for block in blocks),), torch.empty(0, device=self.device))
-        for view, block in zip(torch.split(flat, [block.numel() for block in blocks]) if blocks else (), blocks):
-            view.view(block.shape).copy_(block)
-        runs = [run for part in received for run in part]
+    def _matrices(self, flat: Tensor, shapes: Matrices) -> list[Tensor]:
+        parts = torch.split(flat, [size * self._columns[k][-1] for size, k in shapes])
+        return [part.view(size, self._columns[k][-1]) for part, (size, k) in zip(parts, shapes)]
+
+    def _exchange(self, flat: Tensor, sent: Matrices, received: Matrices, codec: Codec) -> list[Tensor]:
         if self.mesh.world > 1:
-            wire = encode(flat, [run for part in sent for run in part], codec)
-            sizes = [
-                np.array([sum(wire_size(*run, codec) for run in part) for part in side], np.int64)
-                for side in (sent, received)
-            ]
-            flat = decode(self.mesh.everyone.all_to_all(wire, *sizes), runs, codec)
-        return torch.split(flat, [rows * width for rows, width in runs]) if runs else ()
+            flat = self._swap(flat, sent, received, codec)
+        return self._matrices(flat, received)
+
+    def _swap(self, flat: Tensor, sent: Matrices, received: Matrices, codec: Codec) -> Tensor:
+        """What a rank sends to each, and what comes from each: matrices, one after the other."""
+        by_feature = codec == "int8"  # every vector has a scale of its own, and vectors of one width lie together
+        runs = [[self._runs(*shape, by_feature) for shape in side] for side in (sent, received)]
+        if by_feature:
+            flat = self._by_feature(flat, sent)
+        wire = encode(flat, [run for part in runs[0] for run in part], codec)
+        sizes = [np.array([sum(wire_size(*run, codec) for run in part) for part in side], np.int64) for side in runs]
+        came = decode(self.mesh.everyone.all_to_all(wire, *sizes), [run for part in runs[1] for run in part], codec)
+        return self._by_sample(came, received) if by_feature else came
+
+    def _runs(self, size: int, k: int, by_feature: bool) -> list[tuple[int, int]]:
+        return [(size, width) for width in (self._widths[k] if by_feature else self._columns[k][-1:])]
+
+    def _by_feature(self, flat: Tensor, shapes: Matrices) -> Tensor:
+        blocks = [
+            block.reshape(-1)
+            for matrix, (_, k) in zip(self._matrices(flat, shapes), shapes)
+            for block in torch.split(matrix, self._widths[k], 1)
+        ]
+        return torch.cat(blocks) if blocks else flat
+
+    def _by_sample(self, flat: Tensor, shapes: Matrices) -> Tensor:
+        blocks = torch.split(flat, [size * width for size, k in shapes for width in self._widths[k]])
+        out, at = torch.empty_like(flat), 0
+        for matrix, (size, k) in zip(self._matrices(out, shapes), shapes):
+            for width, first in zip(self._widths[k], self._columns[k]):
+                matrix[:, first : first + width] = blocks[at].view(size, width)
+                at += 1
+        return out

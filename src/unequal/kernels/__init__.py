@@ -8,6 +8,9 @@ unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
 route(ids, directory, cuts, ...)           ids sorted by tier and by the rank that answers, and how many each has
 deal_bags(ids, lengths, parts, hashed)     bags dealt out by part, with the lengths of each part's share of them
+unique_tables(ids, spans, tables)          `unique` for all tables of a step (CPU only)
+Dealer(ways, order, ranks)                 the messages in which ids go to the ranks that answer for them (CPU only)
+follow_places(numbers, spans, out)         of every lookup the place of its row (CPU only)
 pair_dots(x, products)                     dot products of all pairs of a sample's vectors (CPU only)
 pair_dots_gradient(x, gradient, out)       and their gradient (CPU only)
 HashDirectory(...)                         id → slot for unbounded ids
@@ -19,6 +22,11 @@ rebuild(rows, ids, old, slots, ...)        the records that rows will have at ne
 place(rows, slots, made, starts)           puts them there
 fade(rows, gain)                           divides all utilities (GPU only: elsewhere a loop over slabs does)
 bucket_of(ids, buckets)                    where candidates belong
+packed_sizes(live, runs, codec, norms)     how long messages of such rows are
+pack(rows, live, runs, codec, norms)       rows at full width as they travel: live values alone
+unpack(wire, live, runs, codec, norms, out)  and back
+used_chunks(rows, runs)                    which chunks have a value that is not zero
+write_rows(rows, slots, values, masks)     values at full width into the records of copies
 
 and `triton` for all tables of a module at once, so that a step waits for nothing while no row is added:
 Directories(tables, device)                where their rows and candidates are found
@@ -58,6 +66,14 @@ class Backend:
     rebuild: Any = None
     place: Any = None
     bucket_of: Any = None
+    packed_sizes: Any = None
+    pack: Any = None
+    unpack: Any = None
+    used_chunks: Any = None
+    write_rows: Any = None
+    unique_tables: Any = None
+    Dealer: Any = None
+    follow_places: Callable[..., None] | None = None
     fade: Callable[..., None] | None = None
     Directories: Any = None
     locate_all: Any = None

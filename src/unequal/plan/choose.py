@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ ALTERNATIVES, MANY = 4, 250
 """Other candidates of a table that are tried; of many tables, two of each."""
 SWEPT = 1000
 """Tables that are looked at in sweeps over all of them, at most as many sweeps as that makes."""
+PLACED_ANEW = 100_000
+"""Tables × ranks × tries of placing all tables anew around one that has changed: few tries where there are many tables."""
 STEEP = 32
 TOGETHER = 256
 """Tables that are priced at a time."""
@@ -129,7 +132,30 @@ class Chooser:
             best = self.balance(min([*found.values(), *alike], key=lambda solution: solution.score).candidates)
             if not best.short:
                 break
-        return self.improve(best)
+        return self._improve_further(self.improve(best))
+
+    def _improve_further(self, solution: Solution) -> Solution:
+        """Changes one dear table of the fullest rank, places the others anew and improves that, while it helps. Of tables that
+        fill a rank one can be dealt out only if others move to make up for it."""
+        tries = PLACED_ANEW // (len(self.loads) * self.topology.world)
+        while tries > 0:
+            fullest = int(solution.seconds.argmax())
+            own = self.pricer.own_seconds(solution.costs[:, :, fullest].T)
+            changes = (
+                [*solution.candidates[:k], candidate, *solution.candidates[k + 1 :]]
+                for k in np.argsort(-own, kind="stable")[:LOOKED_AT].tolist()
+                for candidate in self.alternatives(solution, k)
+            )
+            ways = product(changes, self.balancers.values())
+            found = [self.place(chosen, method) for chosen, method in islice(ways, tries)]
+            tries -= len(found)
+            if not found:
+                break
+            better = self.improve(min(found, key=lambda one: one.score))
+            if not _better(better.score, solution.score):
+                break
+            better.balanced, solution = solution.balanced, better
+        return solution
 
     def _begin(
         self, weight: float, ways: Sequence[tuple[bool, bool, float]]

@@ -26,12 +26,22 @@ __all__ = ["MEMORY", "SECONDS", "Numbers", "Part", "Pricer", "Setting", "row_byt
 Floats = npt.NDArray[np.float64]
 APART = 5
 """How many times the fused update of a row costs what is added where its statistics must be brought together first."""
-CUT_OUT = 1
-"""How many times a plain copy costs what brings sums of a feature into a message and out of it: they lie in columns."""
+CUT_OUT = 2
+"""How many times a plain copy costs what brings sums that came into their columns of the output, and gradients out of them."""
+AGAIN = 0.4
+"""How many times a plain copy costs what reads a row again, or a gradient, where an owner pools: nothing is written for it, and
+all ids of a sample have one gradient."""
 SUMS_HELD = 1.5
 """How many times as much of them is held at a time."""
-SUMS_HOST = 4
-"""How many times the host's work for a piece is that for a piece whose sums travel: lengths are dealt out with the ids."""
+SUMS_HOST = 2
+"""How many times the host's work for a piece is that for a piece whose sums travel: lengths go with the ids. Twice that where
+both are dealt out."""
+DEAL_ROWS = {"cpu": 0.5, "cuda": DEAL}
+"""Of what it costs to make ids unique: putting the distinct ones into messages by owner; on CPUs those of all tables at once."""
+DEALT_SUMS = 1
+"""Of what it costs to make ids unique: dealing out those of sums by owner, and finding their slots there."""
+REPLICAS_HOST = 3
+"""How many times it is that for a piece which every rank holds: its rows are read and summed apart from the others'."""
 STATISTICS_HOST = 4
 """How many times it is that for a piece held here whose rows' statistics must be brought together."""
 TIERED_PIECES = 2
@@ -169,7 +179,12 @@ class Pricer:
         return cost
 
     def _host(self, placement: TablePlacement) -> float:
-        return self.topology.compute.seconds_per_piece * (SUMS_HOST if placement.sums else 1)
+        times = 1
+        if placement.sums:
+            times = SUMS_HOST * (2 if any(len(piece.ranks) > 1 for piece in placement.pieces) else 1)
+        elif placement.kind == "data_parallel":
+            times = REPLICAS_HOST
+        return self.topology.compute.seconds_per_piece * times
 
     def _blocks(self, placement: TablePlacement, cuts: Sequence[Cut]) -> Floats:
         """[ranks]: messages' blocks that a rank answers, one for each that asks and each piece it holds."""
@@ -263,7 +278,7 @@ class Pricer:
         cost[Part.READ] += self._reads(tables, cut.width, answered, tables.all * own) + between * (wide / rates.copies)
         cost[Part.UPDATE] += self._updates(tables, cut.width, answered, tables.all * own)
         cost[Part.UPDATE] += between * ((wide + LINE) / rates.updates)
-        dealt = DEAL * asked * (cut.parts > 1)
+        dealt = DEAL_ROWS[self.topology.device] * asked * (cut.parts > 1)
         cost[Part.INDEX] += (between + dealt + answered * (LOCATE * tables.hashed)) * (ID / rates.ids)
         moved = asked + answered + between
         cost[Part.COPY] += self._copies(moved, cut.width)
@@ -282,11 +297,14 @@ class Pricer:
 
         looked_up = tables.lookups * (self.world * cut.held)
         moved = vectors * (self.world * owners + cut.parts * cut.pieces)
-        cost[Part.READ] += self._reads(tables, cut.width, looked_up, tables.all * cut.held)
-        cost[Part.UPDATE] += self._updates(tables, cut.width, looked_up, tables.all * cut.held)
+        cost[Part.READ] += self._reads(tables, cut.width, looked_up, tables.all * cut.held, AGAIN)
+        cost[Part.UPDATE] += self._updates(tables, cut.width, looked_up, tables.all * cut.held, AGAIN)
         located = tables.lookups * cut.pieces + looked_up * tables.hashed
-        cost[Part.INDEX] += LOCATE * located * ID / rates.ids
-        cost[Part.COPY] += self._copies(moved, cut.width) + CUT_OUT * moved * (16 * cut.width / rates.copies)
+        dealt = DEALT_SUMS * tables.lookups * (cut.pieces * (cut.parts > 1))
+        cost[Part.INDEX] += (LOCATE * located + dealt) * ID / rates.ids
+        # Owners pool into messages and update from them; who asked has them in columns of the output.
+        came = vectors * (cut.parts * cut.pieces)
+        cost[Part.COPY] += self._copies(moved, cut.width) + CUT_OUT * came * (16 * cut.width / rates.copies)
         cost[Part.BUFFERS] += exchange_bytes(SUMS_HELD * moved, cut.width, self.setting.codecs)
         cost[Part.INPUTS] += (moved + looked_up) * ID_BYTES
 
@@ -330,15 +348,18 @@ class Pricer:
             cost[back] += asked * backward
             cost[back + 1] += answered * backward
 
-    def _reads(self, tables: Numbers, width: int, lookups: Floats, rows: Floats) -> Floats:
-        """So many lookups of so many distinct rows: the first of each is at a random place, the others are near."""
+    def _reads(self, tables: Numbers, width: int, lookups: Floats, rows: Floats, again: float = 1.0) -> Floats:
+        """So many lookups of so many distinct rows: the first of each is at a random place, the others are near. `again`: what
+        those cost, of a plain copy."""
         row, rates = width * tables.item, self.topology.compute
-        seconds: Floats = rows * (row + LINE) / rates.reads + np.maximum(lookups - rows, 0) * row / rates.copies
+        more = np.maximum(lookups - rows, 0) * row * again
+        seconds: Floats = rows * (row + LINE) / rates.reads + more / rates.copies
         return seconds
 
-    def _updates(self, tables: Numbers, width: int, gradients: Floats, rows: Floats) -> Floats:
+    def _updates(self, tables: Numbers, width: int, gradients: Floats, rows: Floats, again: float = 1.0) -> Floats:
         row = width * tables.item + tables.state(width)
-        seconds: Floats = (gradients * (4 * width) + rows * (2 * row + 2 * LINE)) / self.topology.compute.updates
+        came = gradients * (4 * width) * again
+        seconds: Floats = (came + rows * (2 * row + 2 * LINE)) / self.topology.compute.updates
         return seconds
 
     def _copies(self, rows: Floats, width: int) -> Floats:
@@ -361,7 +382,7 @@ class Pricer:
         return seconds
 
     def exchange_seconds(self, cost: Floats) -> Floats:
-        """A link carries both directions at a time, so the larger one counts."""
+        """A link carries both directions at a time, so the larger one counts; inside a machine of CPUs their mean."""
         inside, across = self.link_seconds(cost)
         return inside + across
 
@@ -372,11 +393,16 @@ class Pricer:
             more: Floats = np.maximum(cost[part], cost[part + 1])
             return more
 
-        inside = busier(Part.ROWS_SENT_INSIDE) + busier(Part.BACK_SENT_INSIDE)
+        def within(part: Part) -> Floats:
+            # Between processes of one machine the cores move the bytes, and it is all the same to them in which direction.
+            both: Floats = (cost[part] + cost[part + 1]) / 2
+            return both if self.topology.device == "cpu" else busier(part)
+
+        inside = within(Part.ROWS_SENT_INSIDE) + within(Part.BACK_SENT_INSIDE)
         across = busier(Part.ROWS_SENT_ACROSS) + busier(Part.BACK_SENT_ACROSS)
         # New rows go to copies beside the rest of the step.
         inside, across = (
-            inside + PUSH * busier(Part.PUSH_SENT_INSIDE),
+            inside + PUSH * within(Part.PUSH_SENT_INSIDE),
             across + PUSH * busier(Part.PUSH_SENT_ACROSS),
         )
         return inside / self.topology.inside.bytes_per_second, across / self.topology.across.bytes_per_second

@@ -10,7 +10,7 @@ ID = 8
 LINE = 64
 """What finding a row costs beside its own bytes: a cache line and its page. An update finds row and state."""
 DEAL = 2
-"""Of what it costs to make ids unique: sorting the distinct ones by owner."""
+"""Of what it costs to make ids unique: sorting the distinct ones of a table with copies by tier and owner."""
 LOCATE = 0.25
 """Of what it costs to make ids unique: finding them in a directory that holds them."""
 

@@ -28,8 +28,9 @@ from .topology import Topology
 from .workload import TableLoad, assume, measure
 
 Floats = npt.NDArray[np.float64]
-PROCESS_BYTES = {"cpu": 300 << 20, "cuda": 600 << 20}
-"""Resident before the first table: interpreter, torch, its threads and the links; on a GPU the context and kernels there."""
+PROCESS_BYTES = {"cpu": 380 << 20, "cuda": 600 << 20}
+"""Resident without the tables: interpreter, torch, its threads and the links, and what torch's DDP and optimizers load when the
+dense part is made; on a GPU the context and kernels there."""
 
 
 class HasFeatures(Protocol):

@@ -64,7 +64,7 @@ LINKS: dict[str, dict[str, LinkRates]] = {
     },
 }
 COMPUTE: dict[str, ComputeRates] = {
-    "cpu": ComputeRates(reads=4e9, updates=7.5e9, copies=8e9, ids=0.8e9, seconds_per_piece=100e-6),
+    "cpu": ComputeRates(reads=4e9, updates=7.5e9, copies=8e9, ids=0.8e9, seconds_per_piece=40e-6),
     "cuda": ComputeRates(reads=2e12, updates=1.5e12, copies=4.2e12, ids=50e9, seconds_per_piece=150e-6),
 }
 

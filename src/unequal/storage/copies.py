@@ -188,32 +188,9 @@ class NarrowCopies(Copies):
         return values
 
     def write(self, numbers: Tensor, values: Tensor) -> None:
-        slots = self.slots[numbers]
-        here = (slots >= 0).nonzero()[:, 0]
-        slots, numbers, values = slots[here], numbers[here], values[here].to(self.table.dtype)
-        records = self.rows.records
-        assert records is not None
-        chunks = slots & ((1 << records.class_bits) - 1)
-        words = torch.from_numpy(records.layout[:, 5]).to(self.device)[chunks]
-        starts = words.cumsum(0) - words
-        made = torch.zeros(int(words.sum()), device=self.device)
-        columns = torch.arange(self.table.dim, device=self.device)
-        for k in sorted(set(chunks.tolist())):
-            which = (chunks == k).nonzero()[:, 0]
-            width, size, item = int(records.layout[k, 0]), int(records.layout[k, 5]), self.table.dtype.itemsize
-            used = -(-width * item // 4)
-            own = torch.zeros(which.numel(), used * 4 // item, dtype=self.table.dtype, device=self.device)
-            rows = torch.zeros(which.numel(), size, device=self.device)
-            if self.masks is None:
-                own[:, :width] = values[which, :width]
-            else:
-                masks = self.masks[numbers[which]]
-                own[:, :width] = values[which][(masks[:, None] >> columns // self.how.chunk) & 1 > 0].view(-1, width)
-                at = int(records.layout[k, 4])
-                rows[:, at : at + 2] = masks[:, None].contiguous().view(torch.float32)
-            rows[:, :used] = own.view(torch.float32)
-            made[starts[which][:, None] + torch.arange(size, device=self.device)] = rows
-        self.kernels.place(self.rows, slots, made, starts)
+        self.kernels.write_rows(
+            self.rows, self.slots[numbers], values, None if self.masks is None else self.masks[numbers]
+        )
 
     def memory(self) -> dict[str, int]:
         records = self.rows.records

@@ -79,6 +79,9 @@ class OutputPool:
             area = min(fitting, key=lambda candidate: candidate.size)
             self._free = [other for other in self._free if other is not area]
         else:
+            # What is kept for outputs of another size makes room: it would stay for ever, and this one be made anew in each step.
+            if self._free and len(self._free) + len(self._lent) >= self._most_lent:
+                self._free.pop(0)
             # A little more than asked: jagged outputs differ in size from step to step.
             area = _mapping(-(-(size + size // 8) // HUGE) * HUGE)
         view = area[:size].view(np.float32)

@@ -66,7 +66,9 @@ class DenseShard(_Columns, DenseStorage):
             self._fresh(numbers * self.of + self.part, begin, count)
 
     def locate(self, ids: Tensor, insert: bool) -> Tensor:
-        return ids if self.of == 1 else ids // self.of
+        if self.of & (self.of - 1):
+            return ids // self.of
+        return ids if self.of == 1 else ids >> (self.of.bit_length() - 1)  # much faster than a division
 
 
 class HashedShard(_Columns, HashedStorage):

@@ -45,8 +45,8 @@ class WidthConfig:
     ramp: int = _default("ramp")
     """Steps in which they do."""
     gradients: str = _default("gradients")
-    """Several ranks: "whole" gradients of narrow rows travel to their owners, or "norms": as narrow as the rows, with one number
-    for the rest."""
+    """Several ranks: gradients travel to the owners of narrow rows as narrow as these, with one number for the rest ("norms"), or
+    "whole"."""
     tolerance: float = 0.001
     """With budget = "auto": by how much the validation loss may be above that of whole tables, as a share of it."""
     auto_steps: int = 0

@@ -65,10 +65,10 @@ class Width:
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
     """steps in which they do"""
-    gradients: str = "whole"
-    """what owners on other ranks are told of the gradients of chunks that a row lacks: "whole", all of it, so that a row is worth
-    what it is in one process; "norms": their norm alone, so that messages are as narrow as the rows, and a row that several ranks
-    read is worth up to the sum of what it is to each"""
+    gradients: str = "norms"
+    """what owners on other ranks are told of the gradients of chunks that a row lacks. "norms": their norm alone, so that
+    messages are as narrow as the rows, and a row that several ranks read is worth up to the sum of what it is to each. "whole":
+    all of it, so that a row is worth what it is in one process"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget, "width budget"))

@@ -1,7 +1,9 @@
 """The C++ kernels (csrc/) behind the backend contract."""
 
+from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
 from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
+from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
     deal_bags,
     initialize,
@@ -16,14 +18,18 @@ from .steps import (
 )
 
 __all__ = [
+    "Dealer",
     "HashDirectory",
     "NarrowDirectory",
     "bucket_of",
     "deal_bags",
     "follow",
+    "follow_places",
     "initialize",
     "lookup",
     "offsets",
+    "pack",
+    "packed_sizes",
     "pair_dots",
     "pair_dots_gradient",
     "place",
@@ -31,5 +37,9 @@ __all__ = [
     "round_rows",
     "route",
     "unique",
+    "unique_tables",
+    "unpack",
     "update",
+    "used_chunks",
+    "write_rows",
 ]

@@ -31,8 +31,8 @@ _TABLE = np.dtype(
     + [(name, np.int64) for name in ("correction1", "correction2", "rounding_key")]
 )
 _COUNTING = (
-    *("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_offsets"),
-    *("uq_narrow_find", "uq_narrow_entries"),
+    *("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_unique_tables"),
+    *("uq_offsets", "uq_narrow_find", "uq_narrow_entries"),
 )
 """functions that give a count of 64 bits"""
 _SPEC = np.dtype([(name, np.int64) for name in ("table", "pooling", "place")])

@@ -5,6 +5,7 @@ from .initialize import initialize
 from .lookup import lookup
 from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
 from .offsets import offsets
+from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .pair_dots import pair_dots, pair_dots_gradient
 from .rounding import round_rows
 from .route import deal_bags, route
@@ -20,6 +21,8 @@ __all__ = [
     "initialize",
     "lookup",
     "offsets",
+    "pack",
+    "packed_sizes",
     "pair_dots",
     "pair_dots_gradient",
     "place",
@@ -27,5 +30,8 @@ __all__ = [
     "round_rows",
     "route",
     "unique",
+    "unpack",
     "update",
+    "used_chunks",
+    "write_rows",
 ]

@@ -1,5 +1,6 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
+from ..reference.pack import pack, packed_sizes, unpack, used_chunks
 from ..reference.route import deal_bags
 from .directory import NarrowDirectory, bucket_of, follow
 from .hash import HashDirectory
@@ -11,6 +12,7 @@ from .rounding import round_rows
 from .route import route
 from .unique import unique
 from .update import update
+from .writing import write_rows
 
 __all__ = [
     "Directories",
@@ -24,10 +26,15 @@ __all__ = [
     "initialize",
     "locate_all",
     "lookup",
+    "pack",
+    "packed_sizes",
     "place",
     "rebuild",
     "round_rows",
     "route",
     "unique",
+    "unpack",
     "update",
+    "used_chunks",
+    "write_rows",
 ]
