@@ -1,15 +1,14 @@
-"""Tables whose rows are narrow beside plain ones, in a process of their own: for width_memory and width_speed.
+"""Tables whose rows are narrow beside plain ones, in a process of their own: for width_speed.
 
     python -m benchmarks.width_worker WORKLOAD.npz THREADS
 
 Commands, a line each: {"do": "build", "width": share or null, "policy": …, "every": n, "model": bool} makes the module;
 {"do": "train", "steps": n} takes steps without a clock; {"do": "block", "steps": n} times them; {"do": "sizes"} tells what
-it holds; {"do": "trim"} has the C library give back what it keeps of freed memory.
+it holds.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import time
@@ -142,8 +141,6 @@ def main() -> None:
                     narrow.step()
             elif command["do"] == "block":
                 answer = narrow.block(command["steps"])
-            elif command["do"] == "trim":
-                ctypes.CDLL(None).malloc_trim(0)
             else:
                 answer = narrow.sizes()
         print(json.dumps(answer), flush=True)

@@ -50,3 +50,13 @@ def test_free_buffers_do_not_pile_up(monkeypatch):
     for rows in range(300_000, 3_000_000, 300_000):
         pool.take(rows, 1)
     assert len(pool._free) <= 1
+
+
+def test_buffers_of_another_size_take_the_place_of_free_ones(monkeypatch):
+    """As after an evaluation with larger batches: the next steps' outputs are used again, and the large one is given up."""
+    monkeypatch.undo()
+    pool = OutputPool()
+    pool.take(8_000_000, 1)
+    address = pool.take(300_000, 1).data_ptr()
+    assert pool.take(300_000, 1).data_ptr() == address
+    assert [area.size < 8_000_000 for area in pool._free] == [True]
