@@ -237,6 +237,19 @@ void by_codec(int64_t codec, Body&& body) {
   }
 }
 
+// Calls work(a value of the codec's type, block) for all blocks. Returns -1 without memory.
+template <class Work>
+int over_blocks(const Run* runs, int64_t count, const Live& live, const Wire& wire, int threads, Work&& work) try {
+  const std::vector<Block> blocks = blocks_of(runs, count, live, wire);
+  by_codec(wire.codec, [&](auto kind) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (size_t b = 0; b < blocks.size(); ++b) work(kind, blocks[b]);
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+
 }  // namespace
 }  // namespace unequal
 
@@ -255,34 +268,24 @@ UNEQUAL_API void uq_packed_sizes(const uint8_t* numbers, const uint64_t* masks, 
 
 // Rows at full width into a message of that size. Returns -1 without memory.
 UNEQUAL_API int uq_pack(const float* rows, const uint8_t* numbers, const uint64_t* masks, const unequal::Run* runs, int64_t count,
-                        int64_t codec, int norms, char* message, int threads) try {
+                        int64_t codec, int norms, char* message, int threads) {
   using namespace unequal;
   const Live live{numbers, masks};
   const Wire wire{codec, norms != 0};
-  const std::vector<Block> blocks = blocks_of(runs, count, live, wire);
-  by_codec(codec, [&](auto kind) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (size_t b = 0; b < blocks.size(); ++b) pack_block<decltype(kind)>(blocks[b], rows, live, wire, message);
+  return over_blocks(runs, count, live, wire, threads, [&](auto kind, const Block& block) {
+    pack_block<decltype(kind)>(block, rows, live, wire, message);
   });
-  return 0;
-} catch (const std::bad_alloc&) {
-  return -1;
 }
 
 // And back.
 UNEQUAL_API int uq_unpack(const char* message, const uint8_t* numbers, const uint64_t* masks, const unequal::Run* runs,
-                          int64_t count, int64_t codec, int norms, float* rows, int threads) try {
+                          int64_t count, int64_t codec, int norms, float* rows, int threads) {
   using namespace unequal;
   const Live live{numbers, masks};
   const Wire wire{codec, norms != 0};
-  const std::vector<Block> blocks = blocks_of(runs, count, live, wire);
-  by_codec(codec, [&](auto kind) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (size_t b = 0; b < blocks.size(); ++b) unpack_block<decltype(kind)>(blocks[b], message, live, wire, rows);
+  return over_blocks(runs, count, live, wire, threads, [&](auto kind, const Block& block) {
+    unpack_block<decltype(kind)>(block, message, live, wire, rows);
   });
-  return 0;
-} catch (const std::bad_alloc&) {
-  return -1;
 }
 
 // Bits of the chunks of each row that are not all zero.

@@ -1,11 +1,6 @@
 """The benchmarks of width: their data is what it says, a training cut off goes on, and all of them run."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,8 @@ from benchmarks.report import BenchmarkError
 from benchmarks.width_plot import plot
 from benchmarks.width_training import KEPT, METHODS, Job
 
-ROOT = Path(__file__).resolve().parents[2]
+from .commands import command
+
 REAL = pytest.mark.skipif(not DATA.is_dir(), reason="real data not found: ../shared/data")
 
 
@@ -118,26 +114,6 @@ def test_the_picture_shows_every_method() -> None:
     lines_drawn = [part for part in picture.iter() if part.tag.endswith("polyline")]
     assert len(lines_drawn) == len(METHODS) - 2
     assert all(len(part.attrib["points"].split()) == len(KEPT) for part in lines_drawn)
-
-
-def command(*arguments: str) -> str:
-    """What a benchmark prints. It and its processes are ended with the test, whatever happens."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, errors[-4000:]
-    return out
 
 
 def test_a_cut_training_goes_on(tmp_path: Path) -> None:

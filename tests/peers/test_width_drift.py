@@ -1,11 +1,6 @@
 """The benchmark of drift: its two laws differ as they should, rounds can be stopped, and it runs."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +8,7 @@ import pytest
 from benchmarks import width_drift
 from benchmarks.width_drift import BAR, POINTS, QUICK, Training, changed, made, summarised
 
-ROOT = Path(__file__).resolve().parents[2]
+from .commands import command
 
 
 @pytest.mark.parametrize(("moved", "stay"), [(0.0, 1000), (0.5, 500), (1.0, 0)])
@@ -70,21 +65,7 @@ def test_the_bar_is_held_against_the_mean_after_one_interval() -> None:
 
 def test_quick_run(tmp_path: Path) -> None:
     output = tmp_path / "width.json"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "--only", "width_drift", "--quick", "--output", str(output)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, errors[-4000:]
+    command("benchmarks", "--only", "width_drift", "--quick", "--output", str(output))
     part = json.loads(output.read_text())["width_drift"]
     assert part["quick"] is True and len(part["results"]["cases"]) == 3
     for case in part["results"]["cases"]:
