@@ -16,6 +16,7 @@ if "FAULT" in os.environ and os.environ.get("RANK") == os.environ.get("FAULT_RAN
     how, step = os.environ["FAULT"].split(":")
     once = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if once:
+        import atexit
         import signal
         from unequal.errors import UserError
         from unequal.train import trainer
@@ -23,6 +24,7 @@ if "FAULT" in os.environ and os.environ.get("RANK") == os.environ.get("FAULT_RAN
         def fail():
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            atexit.register(os.abort)  # as threads of a communication library may do once the interpreter closes
             if how == "mistake":
                 raise UserError("the fault that was asked for")
             assert False, "a fault of ours"

@@ -15,7 +15,7 @@ from ..allocator import keep_freed_memory
 from ..errors import UserError
 from ..train import lifeline
 from .calibrate import calibrate as calibrate_command
-from .errors import ask_for_traceback, one_line_errors, stoppable
+from .errors import ask_for_traceback, one_line_errors, ranks_end_at_once, stoppable
 from .export import export as export_command
 from .launch import LAUNCHED, launch
 from .plan import plan as plan_command
@@ -65,7 +65,8 @@ def main() -> None:
     if LAUNCHED not in os.environ:
         os.environ[STARTED] = repr(time.time())
     lifeline.attach()
-    app()
+    with ranks_end_at_once():
+        app()
 
 
 def _version(asked: bool) -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -37,6 +37,33 @@ def one_line_errors() -> Iterator[None]:
         _end(f"error: {error}", FAILED, error)
     except OSError as error:
         _end(f"error: {_describe(error)}", FAILED, error)
+
+
+@contextmanager
+def ranks_end_at_once() -> Iterator[None]:
+    """A rank that failed among others ends here, with nothing taken apart on the way.
+
+    Others may hang in collectives with it, or be gone: threads of the communication library that find out while the
+    interpreter is being closed have aborted the process, so that its own error was lost behind a SIGABRT.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if lifeline.joined() and end.code not in (None, 0):
+            _leave(end.code if isinstance(end.code, int) else FAILED)
+        raise
+    except BaseException as error:
+        if lifeline.joined():
+            sys.excepthook(type(error), error, error.__traceback__)
+            _leave(FAILED)
+        raise
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager
