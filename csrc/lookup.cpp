@@ -10,6 +10,7 @@ namespace unequal {
 namespace {
 
 constexpr int64_t kAhead = 16;         // rows prefetched ahead of the one being read
+constexpr int64_t kNarrowAhead = 32;   // narrow ones: they take fewer lines
 constexpr int64_t kBlockLookups = 4096;
 constexpr int64_t kLargeOutput = 4 << 20;  // bytes; larger outputs are written past the caches, which they would flush
 
@@ -100,24 +101,7 @@ void unpooled(const Table& table, const Feature& feature, int64_t first, int64_t
   }
 }
 
-inline void prefetch_narrow(const Table& table, const int64_t* slots, int64_t i, int64_t end) {
-  if (i >= end || slots[i] < 0) return;
-  const NarrowRow row = narrow_row(table, slots[i]);
-  prefetch(row.record, row.layout->width * 4);
-}
-
-// sum ← sum + scale · row; D is a multiple of 16 and the row's live chunks are its first ones.
-template <class T, int D>
-inline void add_first(const Table& table, int64_t slot, float scale, Lanes<16>* sum) {
-  if (slot < 0) return;
-  const NarrowRow row = narrow_row(table, slot);
-  const T* values = reinterpret_cast<const T*>(row.record);
-  const int64_t width = row.width();
-  for (int j = 0; j < D / 16; ++j)
-    if (16 * j < width) sum[j] += load_part(values + 16 * j, width - 16 * j) * scale;
-}
-
-// The same for any row, in memory.
+// sum ← sum + scale · row, for any row, in memory.
 template <class T>
 inline void add_chunks(const Table& table, int64_t slot, float scale, float* sum) {
   if (slot < 0) return;
@@ -128,45 +112,90 @@ inline void add_chunks(const Table& table, int64_t slot, float scale, float* sum
   });
 }
 
-template <class T, int D>
-void narrow_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
-  constexpr bool kFirst = D != 0 && D % 16 == 0;
-  const bool in_registers = kFirst && !table.masked;
-  const bool streams = in_registers && large && can_stream<16>(feature.values, feature.stride);
-  const int64_t* slots = feature.slots;
+// Which ids a bag has, or a place of a list.
+struct Span {
+  const Feature& feature;
   const bool listed = feature.pooling == kNone;
   const int64_t base = feature.offsets[0];
-  const int64_t begin = listed ? first : feature.offsets[first] - base, end = listed ? last : feature.offsets[last] - base;
-  for (int64_t i = 0; i < kAhead; ++i) prefetch_narrow(table, slots, begin + i, end);
+  int64_t from(int64_t k) const { return listed ? k : feature.offsets[k] - base; }
+};
+
+template <class T>
+void narrow_part(const Table& table, const Feature& feature, int64_t first, int64_t last) {
+  const int64_t* slots = feature.slots;
+  const Span span{feature};
+  const int64_t end = span.from(last);
+  const auto prefetch_at = [&](int64_t i) {
+    if (i >= end || slots[i] < 0) return;
+    const NarrowRow row = narrow_row(table, slots[i]);
+    prefetch(row.record, row.layout->width * int64_t(sizeof(T)));
+  };
+  for (int64_t i = 0; i < kAhead; ++i) prefetch_at(span.from(first) + i);
   for (int64_t k = first; k < last; ++k) {
     float* out = feature.values + k * feature.stride;
-    const int64_t from = listed ? k : feature.offsets[k] - base, to = listed ? k + 1 : feature.offsets[k + 1] - base;
+    const int64_t from = span.from(k), to = span.from(k + 1);
     const float share = feature.pooling == kMean && to > from ? 1.0f / float(to - from) : 1.0f;
-    const auto scale = [&](int64_t i) { return feature.weights && !listed ? feature.weights[i] * share : share; };
-    if constexpr (kFirst) {
-      if (in_registers) {
-        Lanes<16> sum[D / 16] = {};
-        for (int64_t i = from; i < to; ++i) {
-          prefetch_narrow(table, slots, i + kAhead, end);
-          add_first<T, D>(table, slots[i], scale(i), sum);
-        }
-        for (int j = 0; j < D / 16; ++j) put<16>(out + 16 * j, sum[j], streams);
-        continue;
-      }
-    }
     std::memset(out, 0, size_t(table.dim) * sizeof(float));
     for (int64_t i = from; i < to; ++i) {
-      prefetch_narrow(table, slots, i + kAhead, end);
-      add_chunks<T>(table, slots[i], scale(i), out);
+      prefetch_at(i + kAhead);
+      add_chunks<T>(table, slots[i], feature.weights && !span.listed ? feature.weights[i] * share : share, out);
     }
   }
+}
+
+#if defined(UNEQUAL_LIVE_LANES)
+// The same where rows have their first chunks and D is known: sums stay in registers, and nothing branches on how
+// wide a row is.
+template <class T, int D>
+void first_chunks(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
+  constexpr int N = D / 8;
+  const bool streams = large && can_stream<8>(feature.values, feature.stride);
+  const int64_t* slots = feature.slots;
+  const Span span{feature};
+  const int64_t end = span.from(last);
+  const NarrowRows rows(table);
+  NarrowRows::Place ahead[kNarrowAhead];
+  const auto bring = [&](int64_t i) {
+    const NarrowRows::Place place = rows.at(slots[i]);
+    prefetch_part<D * int64_t(sizeof(T))>(place.record, place.of->value_bytes);
+    ahead[i % kNarrowAhead] = place;
+  };
+  for (int64_t i = span.from(first); i < std::min(span.from(first) + kNarrowAhead, end); ++i) bring(i);
+  for (int64_t k = first; k < last; ++k) {
+    const int64_t from = span.from(k), to = span.from(k + 1);
+    const float share = feature.pooling == kMean && to > from ? 1.0f / float(to - from) : 1.0f;
+    Lanes<8> sum[N] = {};
+    for (int64_t i = from; i < to; ++i) {
+      const NarrowRows::Place place = ahead[i % kNarrowAhead];
+      if (i + kNarrowAhead < end) bring(i + kNarrowAhead);
+      const float scale = feature.weights && !span.listed ? feature.weights[i] * share : share;
+      const T* values = reinterpret_cast<const T*>(place.record);
+      for (int j = 0; j < N; ++j) {
+        const uint32_t live = place.of->live_of(j);
+        sum[j] = add_live(sum[j], load_live(values, 8 * j, live), Lanes<8>{} + scale, live);
+      }
+    }
+    float* out = feature.values + k * feature.stride;
+    for (int j = 0; j < N; ++j) put<8>(out + 8 * j, sum[j], streams);
+  }
+}
+#endif
+
+template <class T, int D>
+void narrow_rows(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
+#if defined(UNEQUAL_LIVE_LANES)
+  if constexpr (D != 0)
+    if (!table.masked && table.dim / table.chunk <= kMaxChunks) return first_chunks<T, D>(table, feature, first, last, large);
+#endif
+  (void)large;
+  narrow_part<T>(table, feature, first, last);
 }
 
 template <class T>
 void lookup_part(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
   by_dim(table.dim, [&](auto dim) {
     constexpr int D = decltype(dim)::value;
-    if (table.chunk) return narrow_part<T, D>(table, feature, first, last, large);
+    if (table.chunk) return narrow_rows<T, D>(table, feature, first, last, large);
     if (table.slab_log2 < 0) {
       if (feature.pooling == kNone) unpooled<T, D, true>(table, feature, first, last, large);
       else pooled<T, D, true>(table, feature, first, last, large);

@@ -9,6 +9,8 @@
 
 namespace unequal {
 
+constexpr int64_t kMaxChunks = 64;
+
 enum UtilityKind : int64_t { kByGradient = 1, kByReads = 2 };
 
 struct NarrowRow {
@@ -33,6 +35,49 @@ inline NarrowRow narrow_row(const Table& t, int64_t slot) {
   const int64_t slab = chunks ? place >> t.slab_log2 : 0;
   const int64_t within = chunks ? place & ((int64_t(1) << t.slab_log2) - 1) : place;
   return {static_cast<float*>(t.weights[chunks * t.class_slabs + slab]) + within * layout->words, chunks, layout};
+}
+
+// The same for many rows of a table, without a branch: which class comes next cannot be foretold. A slot of -1 is taken for the
+// first candidate, which has no values either.
+struct NarrowRows {
+  struct Class {
+    char* const* slabs;
+    int64_t shift, row_bytes, value_bytes;
+    uint64_t live[2];  // of the first 128 columns, as bits
+    const Record* layout;
+
+    // Of the values [8 · eighth, 8 · eighth + 8).
+    uint32_t live_of(int eight) const { return uint32_t(live[eight / 8] >> (8 * (eight % 8))) & 0xFFu; }
+  };
+  struct Place {
+    char* record;
+    const Class* of;
+  };
+  int64_t class_bits, item;
+  Class classes[kMaxChunks + 1];
+
+  explicit NarrowRows(const Table& t) : class_bits(t.class_bits), item(t.dtype == kFloat32 ? 4 : 2) {
+    for (int64_t k = 0; k <= t.dim / t.chunk; ++k) {
+      const Record& layout = t.records[k];
+      char* const* slabs = reinterpret_cast<char* const*>(t.weights) + k * t.class_slabs;
+      const auto bits = [](int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; };
+      classes[k] = {slabs, k ? t.slab_log2 : 62, layout.words * 4, layout.width * item, {bits(layout.width), bits(layout.width - 64)},
+                    &layout};
+    }
+  }
+  Place at(int64_t slot) const {
+    slot &= ~(slot >> 63);
+    const Class& of = classes[slot & ((int64_t(1) << class_bits) - 1)];
+    const int64_t place = slot >> class_bits, slab = place >> of.shift;
+    return {of.slabs[slab] + (place - (slab << of.shift)) * of.row_bytes, &of};
+  }
+};
+
+// Brings the first `bytes` of at most `Most` near: a line too often rather than a branch too many.
+template <int64_t Most>
+inline void prefetch_part(const char* first, int64_t bytes) {
+  for (int64_t b = 0; b < Most; b += 64) __builtin_prefetch(first + (b < bytes ? b : bytes - 1));
+  __builtin_prefetch(first + (bytes - 1));
 }
 
 // Calls visit(place in the row's values, column in the vector, values) for its live chunks, in order.

@@ -32,6 +32,13 @@ inline void by_optimizer(int64_t optimizer, Body&& body) {
   }
 }
 
+// 16 running sums, the first and the last 8: halves added to halves, as sum_of_squares does it, in registers.
+inline float add_lanes(Lanes<8> first, Lanes<8> last) {
+  const Lanes<8> eight = first + last;
+  const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 // Σ x², always in the same order: 16 running sums, then halves added to halves.
 template <int D>
 __attribute__((always_inline)) inline float sum_of_squares(const float* x, int64_t run_time_dim) {

@@ -33,6 +33,7 @@ constexpr int64_t kPackedBags = 512;       // bags that a thread copies at a tim
 constexpr int64_t kPiece = 512;            // gradients
 constexpr int64_t kLongRun = 32 * kPiece;
 constexpr int64_t kRowsAhead = 8;          // rows are prefetched this many rows ahead of the one being updated
+constexpr int64_t kNarrowAhead = 16;       // narrow ones: they take fewer lines
 constexpr int64_t kGradientsAhead = 12;    // and gradients this many lookups ahead
 
 struct FeatureRun {       // a feature as the update sees it
@@ -245,6 +246,68 @@ struct Step {
     else rounded(reinterpret_cast<BFloat*>(row.record));
   }
 
+#if defined(UNEQUAL_LIVE_LANES)
+  // The same where the row has its first chunks, values are float32 and one utility is followed: nothing branches on how wide it
+  // is. Results are those of update_part, to the bit.
+  template <int D, int O>
+  __attribute__((always_inline)) inline void update_first(const Table& t, const NarrowRows::Place& place, const float* sum,
+                                                          int64_t reads) const {
+    constexpr int N = D / 8;
+    const NarrowRows::Class& of = *place.of;
+    float* record = reinterpret_cast<float*>(place.record);
+    Lanes<8> all[2] = {};
+    for (int j = 0; j < N; ++j) all[j % 2] += load<8>(sum + 8 * j) * load<8>(sum + 8 * j);
+    const float norm = t.utility_kind & kByGradient ? std::sqrt(add_lanes(all[0], all[1])) : 1.0f;
+    if (t.utility_kind) record[of.layout->utility] += float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
+    if (!of.value_bytes) return;
+    const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
+    float* state = record + of.layout->state[0];
+    Lanes<8> w[N], g[N], own[2] = {};
+    for (int j = 0; j < N; ++j) {
+      const uint32_t live = of.live_of(j);
+      w[j] = load_live(record, 8 * j, live);
+      g[j] = load<8>(sum + 8 * j);
+      if (O != kRowWiseAdagrad || decay != 0) g[j] += decay * w[j];
+      if (O == kRowWiseAdagrad) own[j % 2] = add_live(own[j % 2], g[j], g[j], live);
+    }
+    float step = lr;
+    if constexpr (O == kRowWiseAdagrad) {
+      *state += add_lanes(own[0], own[1]) / float(of.layout->width);
+      step = lr / (std::sqrt(*state) + eps);
+    }
+    for (int j = 0; j < N; ++j) store_live(record, 8 * j, w[j] - step * g[j], of.live_of(j));
+  }
+
+  static bool goes_first(const Table& t) {
+    return t.chunk && !t.masked && t.dtype == kFloat32 && t.utilities == 1 && t.dim / t.chunk <= kMaxChunks;
+  }
+
+  template <int D, int O>
+  __attribute__((noinline)) void update_first_chunks(const TableRun& run, const Pair* first, const Pair* last,
+                                                     const uint32_t* starts, int64_t rows, std::vector<LongRun>& left) const {
+    const Table& table = *run.table;
+    const NarrowRows places(table);
+    NarrowRows::Place ahead[kNarrowAhead];
+    alignas(64) float sum[D];
+    for (int64_t r = -kNarrowAhead; r < rows; ++r) {
+      const NarrowRows::Place place = ahead[uint64_t(r) % kNarrowAhead];
+      if (r + kNarrowAhead < rows) {
+        const NarrowRows::Place next = places.at(row_of(first[starts[r + kNarrowAhead]]));
+        prefetch_part<D * 4>(next.record, next.of->row_bytes);
+        ahead[uint64_t(r) % kNarrowAhead] = next;
+      }
+      if (r < 0) continue;
+      const Pair *p = first + starts[r], *end = first + starts[r + 1];
+      if (end - p > kLongRun) {
+        left.push_back({&run, p, end - p, 0});
+      } else {
+        add_up<D>(run, p, end, last, sum);
+        update_first<D, O>(table, place, sum, end - p);
+      }
+    }
+  }
+#endif
+
   // Sums and updates every row of the sorted pairs [first, last), except those read too often, which go to `left`.
   // starts: room for one more than there are pairs.
   template <int D, int O>
@@ -259,6 +322,10 @@ struct Step {
       previous = row_of(first[i]);
     }
     starts[rows] = uint32_t(last - first);
+#if defined(UNEQUAL_LIVE_LANES)
+    if constexpr (D != 0 && D % 16 == 0 && (O == kRowWiseAdagrad || O == kSGD))
+      if (goes_first(table)) return update_first_chunks<D, O>(run, first, last, starts, rows, left);
+#endif
     for (int64_t r = -kRowsAhead; r < rows; ++r) {
       if (r + kRowsAhead < rows) prefetch_row<D, O>(table, row_of(first[starts[r + kRowsAhead]]));
       if (r < 0) continue;

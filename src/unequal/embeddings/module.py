@@ -20,6 +20,7 @@ from ..storage import Storage, make_storage
 from ..storage.memory import OutputPool
 from ..storage.narrow import Narrowing, NarrowStorage
 from ..storage.narrow_device import DeviceLocator
+from ..storage.narrow_host import HostLocator
 from ..tables import Feature, Table
 from ..width import RoundReport, Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
@@ -92,6 +93,7 @@ class Embeddings(nn.Module):
         ]
         self._outputs = OutputPool()
         self._locator: DeviceLocator | None = None
+        self._host_locator: HostLocator | None = None
         # Autograd calls backward only for a graph that ends in something that wants a gradient.
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._known_order: tuple[str, ...] = ()
@@ -162,7 +164,7 @@ class Embeddings(nn.Module):
                 raise out_of_memory(device, self._sizes(), "while the tables were moved there") from None
             self.device, self._kernels = device, kernels
             self._side = DeviceSide(device, len(self.features)) if kernels.on_device else None
-            self._locator = None
+            self._locator = self._host_locator = None
             self._anchor = torch.zeros(0, device=device, requires_grad=True)
             self._spec_list = FeatureSpecs(self._specs.values())
             self.step = step
@@ -253,6 +255,13 @@ class Embeddings(nn.Module):
                 request.slots = self._locator.locate(request, insert, self._side.wrong)
             except torch.OutOfMemoryError:
                 raise out_of_memory(self.device, self._sizes(), "while rows were added") from None
+            return
+        if self._rounds is not None and self._kernels.Finder is not None:
+            if self._host_locator is None:
+                self._host_locator = HostLocator(self._narrow_storages().values(), self._readers)
+            request.slots, wrong = self._host_locator.locate(request, insert)
+            if wrong is not None:
+                self._refuse_place(request, *wrong)
             return
         # The kernels for GPUs read slots only, so that they hold the ids of the other tables, too.
         request.slots = request.ids.clone() if self._side is not None else torch.empty_like(request.ids)

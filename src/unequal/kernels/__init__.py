@@ -20,7 +20,8 @@ NarrowDirectory(bound, rows)               id → slot of live rows alone
 follow(keys, utilities, stamps, ...)       gives ids without a row the slot of a candidate
 rebuild(rows, ids, old, slots, ...)        the records that rows will have at new slots
 place(rows, slots, made, starts)           puts them there
-fade(rows, gain)                           divides all utilities (GPU only: elsewhere a loop over slabs does)
+fade(rows, gain)                           divides all utilities (not in the reference: a loop over slabs does)
+worth(rows, slots)                         their utilities and masks (CPU only: elsewhere class by class)
 bucket_of(ids, buckets)                    where candidates belong
 packed_sizes(live, runs, codec, norms)     how long messages of such rows are
 pack(rows, live, runs, codec, norms)       rows at full width as they travel: live values alone
@@ -28,7 +29,10 @@ unpack(wire, live, runs, codec, norms, out)  and back
 used_chunks(rows, runs)                    which chunks have a value that is not zero
 write_rows(rows, slots, values, masks)     values at full width into the records of copies
 
-and `triton` for all tables of a module at once, so that a step waits for nothing while no row is added:
+`cpu` finds the rows of all tables of a module at once:
+Finder(tables, readers)                    their directories and candidates: find, then follow
+
+and `triton`, so that a step waits for nothing while no row is added:
 Directories(tables, device)                where their rows and candidates are found
 locate_all(request, directories, ...)      the slots of a batch
 admit_all(request, directories, ...)       fresh rows for new ids
@@ -75,6 +79,8 @@ class Backend:
     Dealer: Any = None
     follow_places: Callable[..., None] | None = None
     fade: Callable[..., None] | None = None
+    worth: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    Finder: Any = None
     Directories: Any = None
     locate_all: Any = None
     admit_all: Any = None

@@ -166,17 +166,21 @@ class NarrowStorage(Storage):
         if not unfound:
             return slots
         if self.affords_rows:
-            missing = slots < 0
-            unknown = ids[missing]
-            distinct = self.kernels.unique(unknown)[0].sort().values
-            rows = self.how.purse.take(distinct.numel(), self.how.start * self.how.chunk)
-            if rows:
-                self._admit(distinct[:rows])
-                slots[missing] = self.directory.find(unknown)
+            self.admit_missing(ids, slots)
         if records.kind:
             utilities = records.slabs[0][0]
             self.kernels.follow(self.followed, utilities, self._stamps, self._clock, records.class_bits, ids, slots)
         return slots
+
+    def admit_missing(self, ids: Tensor, slots: Tensor) -> None:
+        """Rows for ids whose slot is -1, the smallest first, while the purse lasts."""
+        missing = slots < 0
+        unknown = ids[missing]
+        distinct = self.kernels.unique(unknown)[0].sort().values
+        rows = self.how.purse.take(distinct.numel(), self.how.start * self.how.chunk)
+        if rows:
+            self._admit(distinct[:rows])
+            slots[missing] = self.directory.find(unknown)
 
     def refuse_capture(self) -> None:
         if capturing(self.device):
@@ -243,15 +247,7 @@ class NarrowStorage(Storage):
         ids, slots = self.directory.entries()
         ids, order = ids.sort()  # so that it does not matter how the directory lies
         slots = slots[order]
-        utilities = torch.empty(ids.numel(), records.utilities, device=self.device)
-        masks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device) if records.masked else None
-        chunks, places = slots & ((1 << records.class_bits) - 1), slots >> records.class_bits
-        for k, which in self._by_class(chunks):
-            layout = records.layout[k]
-            rows = self._read(k, slice(int(layout[3]), int(layout[5])))
-            utilities[which] = rows[places[which], : records.utilities]
-            if masks is not None:
-                masks[which] = rows[:, records.utilities :].flatten().clone().view(torch.int64)[places[which]]
+        utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
         known = (records.slabs[0][0][:, 0] >= 0).nonzero()[:, 0]
         known = known[self.directory.find(self.followed[known]) < 0]  # some have got a row since
         known = known[self.followed[known].argsort()]
@@ -264,6 +260,20 @@ class NarrowStorage(Storage):
             None if masks is None else torch.cat([masks, torch.zeros_like(known)]),
             ids.numel(),
         )
+
+    def _worth(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Utilities and masks of live rows."""
+        records = self.records
+        utilities = torch.empty(slots.numel(), records.utilities, device=self.device)
+        masks = torch.empty(slots.numel(), dtype=torch.int64, device=self.device) if records.masked else None
+        chunks, places = slots & ((1 << records.class_bits) - 1), slots >> records.class_bits
+        for k, which in self._by_class(chunks):
+            layout = records.layout[k]
+            rows = self._read(k, slice(int(layout[3]), int(layout[5])))
+            utilities[which] = rows[places[which], : records.utilities]
+            if masks is not None:
+                masks[which] = rows[:, records.utilities :].flatten().clone().view(torch.int64)[places[which]]
+        return utilities, masks
 
     def _by_class(self, chunks: Tensor) -> list[tuple[int, Tensor]]:
         """(chunks, which rows have so many, in order) for each number of chunks that there is."""

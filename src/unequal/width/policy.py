@@ -61,8 +61,12 @@ class WaterFilling(Policy):
     alpha: float = 0.8
     theta: float = 0.5
 
+    def measure(self, utilities: Tensor) -> Tensor:
+        """To the power: once, not at every threshold that is tried."""
+        return utilities**self.alpha
+
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        widths = rows.utilities[:, 0] ** self.alpha / (threshold * rows.values) + self.theta
+        widths = rows.utilities[:, 0] / (threshold * rows.values) + self.theta
         return widths.clamp(max=rows.chunks).to(torch.int64)
 
 

@@ -22,7 +22,8 @@ from .policy import Policy, Rows, policy_of
 
 SAMPLE = 200_000
 """rows from which the threshold is found"""
-HALVINGS = 36
+HALVINGS = 26
+"""of the span of thresholds, which is then known to 2 in a million"""
 MARGIN = 0.05
 """by which growth is cut more than it must be: which rows grow is decided by their ids"""
 FOLLOWED = 8192

@@ -2,7 +2,7 @@
 
 from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
-from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
+from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, place, rebuild, worth
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
     deal_bags,
@@ -19,10 +19,12 @@ from .steps import (
 
 __all__ = [
     "Dealer",
+    "Finder",
     "HashDirectory",
     "NarrowDirectory",
     "bucket_of",
     "deal_bags",
+    "fade",
     "follow",
     "follow_places",
     "initialize",
@@ -41,5 +43,6 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "worth",
     "write_rows",
 ]

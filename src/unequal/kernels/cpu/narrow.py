@@ -2,17 +2,31 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..request import WAYS, TableRows
+from ..request import WAYS, Ints, TableRows
 from .describe import (
     describe_table,
     native_library,
     pointer,
     thread_count,
 )
+
+# Mirrors of the structs in csrc/narrow.cpp.
+_TABLE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("kind", "memory", "capacity", "rows", "first", "last"),
+            *("keys", "utilities", "stamps", "buckets", "each", "class_bits", "step"),
+        )
+    ]
+)
+_FEATURE = np.dtype([(name, np.int64) for name in ("table", "first", "count", "missing", "wrong")])
 
 
 class NarrowDirectory:
@@ -24,17 +38,18 @@ class NarrowDirectory:
     """share in use at which it grows"""
 
     def __init__(self, bound: int | None, rows: int = 0) -> None:
-        self.bound, self.used = bound, 0
+        self.bound, self.used, self.version = bound, 0, 0
         self._make(rows)
 
     def _make(self, rows: int) -> None:
-        entries = max(64, rows * 4 // 3 + 1)
+        entries = (max(64, rows * 4 // 3 + 1) + 7) // 8 * 8
         size = 8 if self.bound is not None and self.bound <= 2**32 else 12
         if self.bound is not None and self.bound * 4 <= entries * size:
             self.kind, self._capacity, words = self.ARRAY, self.bound, self.bound
         else:
             self.kind, self._capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
         self._memory = torch.full((words,), -1, dtype=torch.int32)
+        self.version += 1
 
     def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
         return ctypes.c_int64(self.kind), pointer(self._memory), ctypes.c_int64(self._capacity)
@@ -73,6 +88,60 @@ class NarrowDirectory:
     @property
     def bytes(self) -> int:
         return self._memory.nbytes
+
+
+class Finder:
+    """Directories and candidates of all tables of a module, so that a batch takes one call. It holds for as long as they do.
+
+    tables: of each its directory, the keys, utilities and stamps of its candidates, and the slots' class bits; readers: which
+    features read it. Features are numbered as the module has them, and lie here table by table."""
+
+    def __init__(
+        self, tables: Sequence[tuple[NarrowDirectory, Tensor, Tensor, Tensor, int]], readers: Sequence[Sequence[int]]
+    ) -> None:
+        self._held = tables
+        self._tables = np.zeros(len(tables), _TABLE)
+        self.order = np.array([f for features in readers for f in features], np.int64)
+        self._features = np.zeros(len(self.order), _FEATURE)
+        first = 0
+        for t, ((directory, keys, utilities, stamps, class_bits), features) in enumerate(zip(tables, readers)):
+            self._features["table"][first : first + len(features)] = t
+            self._tables[t] = (
+                *(directory.kind, directory._memory.data_ptr(), directory._capacity),
+                *(-1 if directory.bound is None else directory.bound, first, first + len(features)),
+                *(keys.data_ptr(), utilities.data_ptr(), stamps.data_ptr()),
+                *(keys.numel() // WAYS, utilities.shape[1], class_bits, 0),
+            )
+            first += len(features)
+
+    def find(self, ids: Tensor, slots: Tensor, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+        """Fills in the slots of the features' ids, -1 where there is none. Gives, in this object's order of features, how many
+        have none and where the first wrong id is, or -1."""
+        self._features["first"] = starts[self.order]
+        self._features["count"] = (ends - starts)[self.order]
+        native_library().uq_narrow_find_all(
+            pointer(self._tables),
+            pointer(self._features),
+            ctypes.c_int64(len(self._features)),
+            pointer(ids),
+            pointer(slots),
+            thread_count(ids.numel()),
+        )
+        return self._features["missing"], self._features["wrong"]
+
+    def follow(self, ids: Tensor, slots: Tensor, steps: Sequence[int]) -> None:
+        """Gives ids without a row the slots of their candidates, after `find`. steps: of every table its own."""
+        self._tables["step"] = steps
+        failed = native_library().uq_narrow_follow_all(
+            pointer(self._tables),
+            ctypes.c_int64(len(self._tables)),
+            pointer(self._features),
+            pointer(ids),
+            pointer(slots),
+            thread_count(ids.numel()),
+        )
+        if failed:
+            raise MemoryError(f"no memory to follow {ids.numel():,} ids without a row")
 
 
 def bucket_of(ids: Tensor, buckets: int) -> Tensor:
@@ -131,4 +200,28 @@ def place(rows: TableRows, slots: Tensor, made: Tensor, starts: Tensor) -> None:
         ctypes.c_int64(slots.numel()),
         pointer(made),
         pointer(starts),
+    )
+
+
+def worth(rows: TableRows, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    assert rows.records is not None
+    slots = slots.contiguous()
+    utilities = torch.empty(slots.numel(), rows.records.utilities)
+    masks = torch.empty_like(slots) if rows.records.masked else None
+    native_library().uq_narrow_worth(
+        pointer(describe_table(rows)),
+        pointer(slots),
+        ctypes.c_int64(slots.numel()),
+        pointer(utilities),
+        None if masks is None else pointer(masks),
+        thread_count(slots.numel()),
+    )
+    return utilities, masks
+
+
+def fade(rows: TableRows, gain: float) -> None:
+    assert rows.records is not None
+    counts = np.array([len(slabs) << rows.records.slab_log2 for slabs in rows.records.slabs], np.int64)
+    native_library().uq_narrow_fade(
+        pointer(describe_table(rows)), pointer(counts), ctypes.c_float(gain), thread_count(int(counts.sum()))
     )
