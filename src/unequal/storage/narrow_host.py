@@ -38,7 +38,7 @@ class HostLocator:
         return self._made
 
     def locate(self, request: Request, insert: bool) -> tuple[Tensor, tuple[int, int] | None]:
-        """The slots of all ids; or the feature and the place in it of an id that its table does not have: nothing changed then."""
+        """The slots of all ids; or the feature and the place of an id that its table does not have: nothing changed then."""
         slots = torch.empty_like(request.ids)
         finder = self._finder
         missing, wrong = finder.find(request.ids, slots, request.starts, request.ends)
