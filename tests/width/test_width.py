@@ -215,6 +215,36 @@ def test_an_id_outside_the_table_is_refused(wrong, training):
         module(uq.Batch(("a", "b", "c"), torch.tensor([3, 4, wrong]), lengths))
 
 
+def test_a_wrong_id_of_any_reader_changes_nothing():
+    """Two features read one table, and both are looked at before anything is added."""
+    module = embeddings(uq.Width(budget="30%", every=4))
+    train(module, batches(3))
+    before = {name: part.clone() for name, part in module.state_dict().items()}
+    lengths = torch.tensor([1, 1, 0, 1, 2, 0])
+    with pytest.raises(uq.DataError, match=r"feature 'c', sample 0 of the batch: id 77 is not in \[0, 60\)"):
+        module(uq.Batch(("a", "b", "c"), torch.tensor([50, 51, 52, 53, 77]), lengths))
+    compare(module.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_utilities_are_read_and_fade_alike_in_both_ways(policy):
+    """In C++, and by torch as on devices that have no kernel for it."""
+    module = embeddings(uq.Width(budget="40%", policy=policy, every=4))
+    train(module, batches(6))
+    for storage in module._storages.values():
+        census = storage.census()
+        slots = census.slots[: census.live]
+        assert census.live and storage.records.gain > 1
+        utilities, masks = storage.kernels.worth(storage.rows, slots)
+        expected, expected_masks = storage._worth(slots)
+        assert torch.equal(utilities, expected)
+        assert (masks is None) == (expected_masks is None) and (masks is None or torch.equal(masks, expected_masks))
+        gain = storage.records.gain
+        storage._fade()
+        torch.testing.assert_close(storage._worth(slots)[0], expected / gain, rtol=1e-6, atol=0)
+        assert storage.records.gain == 1.0
+
+
 def test_chunks():
     table = uq.Table("t", rows=5, dim=64)
     assert uq.Width().chunk_of(table) == 4
