@@ -8,6 +8,7 @@
 #include "draw.h"
 #include "narrow.h"
 #include "optimizers.h"
+#include "pairs.h"
 
 namespace unequal {
 namespace {
@@ -258,7 +259,7 @@ UNEQUAL_API int64_t uq_narrow_find(int64_t kind, void* memory, int64_t capacity,
   return missing;
 }
 
-// Puts (id, slot) pairs; the caller sees to it that there is room.
+// Puts (id, slot) pairs, but for slots of -1; the caller sees to it that there is room.
 UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, const int64_t* ids, const int64_t* slots,
                                int64_t count) {
   using namespace unequal;
@@ -266,6 +267,7 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
     for (int64_t i = 0; i < count; ++i) {
       if (i + kFindAhead < count) directory.home(ids[i + kFindAhead]);
       const int32_t slot = int32_t(slots[i]);
+      if (slot < 0) continue;
       std::memcpy(directory.at(ids[i], directory.home(ids[i]), true), &slot, 4);
     }
   });
@@ -286,6 +288,55 @@ UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capaci
     else list(static_cast<Entry<int64_t>*>(memory)[k].id, static_cast<Entry<int64_t>*>(memory)[k].slot);
   }
   return n;
+}
+
+// Sorts both by id, in their own memory. Returns whether it did: not where an id or a slot has more than 32 bits.
+UNEQUAL_API int uq_narrow_order(int64_t* ids, int64_t* slots, int64_t count) {
+  using namespace unequal;
+  uint64_t most_id = 0, most_slot = 0;
+  bool sorted = true;
+  for (int64_t i = 0; i < count; ++i) {
+    most_id = std::max(most_id, uint64_t(ids[i]));
+    most_slot = std::max(most_slot, uint64_t(slots[i]));
+    sorted &= i == 0 || ids[i - 1] <= ids[i];
+  }
+  if (sorted) return 1;
+  if (most_id >> 32 || most_slot >> 32) return 0;
+  Pair* pairs = reinterpret_cast<Pair*>(ids);
+  for (int64_t i = 0; i < count; ++i) pairs[i] = pair_of(ids[i], slots[i]);
+  sort_pairs(pairs, count, bits_of(int64_t(most_id) + 1), reinterpret_cast<Pair*>(slots));
+  for (int64_t i = 0; i < count; ++i) {
+    const Pair pair = pairs[i];
+    ids[i] = row_of(pair);
+    slots[i] = number_of(pair);
+  }
+  return 1;
+}
+
+// New slots of rows that will have `chunks` chunks, -1 for none: the rows of a class lie without a gap, those that can stay where
+// they are do, others follow in order. counts: rows of every class. Returns 1 where memory was short.
+UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, int64_t count, const int64_t* counts,
+                                  int64_t classes, int64_t class_bits, int64_t* out) try {
+  std::vector<int64_t> begins(size_t(classes) + 1, 0), next(size_t(classes), 0);
+  for (int64_t k = 1; k < classes; ++k) begins[size_t(k) + 1] = begins[size_t(k)] + counts[k];
+  std::vector<bool> taken(size_t(begins[size_t(classes)]));
+  const int64_t low = (int64_t(1) << class_bits) - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t k = chunks[i], place = slots[i] >> class_bits;
+    const bool stays = k && (slots[i] & low) == k && place < counts[k];
+    if (stays) taken[size_t(begins[size_t(k)] + place)] = true;
+    out[i] = stays ? slots[i] : -1;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t k = chunks[i];
+    if (!k || out[i] >= 0) continue;
+    int64_t& place = next[size_t(k)];
+    while (taken[size_t(begins[size_t(k)] + place)]) ++place;
+    out[i] = place++ << class_bits | k;
+  }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
 }
 
 UNEQUAL_API void uq_narrow_buckets(const int64_t* ids, int64_t count, int64_t buckets, int64_t* out) {

@@ -22,6 +22,8 @@ rebuild(rows, ids, old, slots, ...)        the records that rows will have at ne
 place(rows, slots, made, starts)           puts them there
 fade(rows, gain)                           divides all utilities (not in the reference: a loop over slabs does)
 worth(rows, slots)                         their utilities and masks (CPU only: elsewhere class by class)
+order_by_id(ids, slots)                    sorts them (CPU only: elsewhere torch does)
+lay_out(slots, chunks, counts, class_bits) new slots of rows that change their width
 bucket_of(ids, buckets)                    where candidates belong
 packed_sizes(live, runs, codec, norms)     how long messages of such rows are
 pack(rows, live, runs, codec, norms)       rows at full width as they travel: live values alone
@@ -67,6 +69,7 @@ class Backend:
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     NarrowDirectory: Any = None
     follow: Any = None
+    lay_out: Any = None
     rebuild: Any = None
     place: Any = None
     bucket_of: Any = None
@@ -80,6 +83,7 @@ class Backend:
     follow_places: Callable[..., None] | None = None
     fade: Callable[..., None] | None = None
     worth: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    order_by_id: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     Finder: Any = None
     Directories: Any = None
     locate_all: Any = None

@@ -78,7 +78,8 @@ class Census:
     live: int
 
     def chunks(self, records: Records) -> Tensor:
-        return self.slots & ((1 << records.class_bits) - 1)
+        """int16: there is one for every row of all tables while a round decides"""
+        return (self.slots & ((1 << records.class_bits) - 1)).to(torch.int16)
 
 
 def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
@@ -245,21 +246,25 @@ class NarrowStorage(Storage):
         """Utilities fade to now: after it they are comparable with those of other tables."""
         records = self.records
         ids, slots = self.directory.entries()
-        ids, order = ids.sort()  # so that it does not matter how the directory lies
-        slots = slots[order]
+        # So that it does not matter how the directory lies.
+        if self.kernels.order_by_id is not None:
+            ids, slots = self.kernels.order_by_id(ids, slots)
+        else:
+            ids, order = ids.sort()
+            slots = slots[order]
+        live = ids.numel()
         utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
         known = (records.slabs[0][0][:, 0] >= 0).nonzero()[:, 0]
         known = known[self.directory.find(self.followed[known]) < 0]  # some have got a row since
         known = known[self.followed[known].argsort()]
-        fade = 1 / records.gain
-        return Census(
-            torch.cat([ids, self.followed[known]]),
-            torch.cat([slots, known << records.class_bits]),
-            # A training that has diverged must not take the rows with it.
-            torch.nan_to_num(torch.cat([utilities, records.slabs[0][0][known]]) * fade, nan=0.0, posinf=1e30),
-            None if masks is None else torch.cat([masks, torch.zeros_like(known)]),
-            ids.numel(),
-        )
+        # One after the other, so that no two of them are there twice at a time.
+        ids = torch.cat([ids, self.followed[known]])
+        slots = torch.cat([slots, known << records.class_bits])
+        utilities = torch.cat([utilities, records.slabs[0][0][known]])
+        # A training that has diverged must not take the rows with it.
+        utilities.mul_(1 / records.gain).nan_to_num_(nan=0.0, posinf=1e30)
+        masks = None if masks is None else torch.cat([masks, torch.zeros_like(known)])
+        return Census(ids, slots, utilities, masks, live)
 
     def _worth(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         """Utilities and masks of live rows."""
@@ -292,40 +297,45 @@ class NarrowStorage(Storage):
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
         no memory worth the name: where memory is short, it is short before anything has changed."""
         records = self.records
-        slots = self._lay_out(census, chunks, census.chunks(records))
-        wanted = chunks > 0
-        moved = wanted & (slots != census.slots)
+        counts = self._counts_of(chunks)
+        slots = self.kernels.lay_out(census.slots, chunks, counts, records.class_bits)
+        moved = (slots != census.slots) & (slots >= 0)
         if masks is not None and census.masks is not None:
-            moved |= wanted & (masks != census.masks)
-        counts = torch.bincount(chunks, minlength=records.chunks + 1).tolist()
-        directory = self._directory(int(wanted.sum()))
-        directory.insert(census.ids[wanted], slots[wanted])
+            moved |= (chunks > 0) & (masks != census.masks)
+        directory = self._directory(int(counts.sum()))
+        directory.insert(census.ids, slots)
+        movers = moved.nonzero()[:, 0]
+        placed = slots[movers]
+        del slots, moved
         made, starts = self.kernels.rebuild(
-            self.rows, census.ids[moved], census.slots[moved], slots[moved], None if masks is None else masks[moved], None,
+            self.rows, census.ids[movers], census.slots[movers], placed, None if masks is None else masks[movers], None,
             self.table.init_std,
         )  # fmt: skip
-        slabs = [-(-count >> records.slab_log2) for count in counts]
+        slabs = [-(-count >> records.slab_log2) for count in counts.tolist()]
         fresh = [[self._slab(k) for _ in range(len(records.slabs[k]), slabs[k])] for k in range(1, records.chunks + 1)]
-        placed = slots[moved]
-        dropped = census.ids[~wanted], census.utilities[~wanted]
+        unwanted = (chunks == 0).nonzero()[:, 0]
+        dropped = census.ids[unwanted], census.utilities[unwanted]
 
         def put() -> None:
             for held, new in zip(records.slabs[1:], fresh):
                 held += new
-            self._changed()
+            if any(fresh):
+                self._changed()
             self.kernels.place(self.rows, placed, made, starts)
+            fewer = any(len(held) > count for held, count in zip(records.slabs[1:], slabs[1:]))
             for k in range(1, records.chunks + 1):
                 del records.slabs[k][slabs[k] :]
-            self.counts, self.directory = [0, *counts[1:]], directory
+            self.counts, self.directory = counts.tolist(), directory
             self._fade()
             self._follow_instead(dropped)
             self.generation += 1
-            self._changed()
+            if fewer:
+                self._changed()
 
         return put
 
-    def _lay_out(self, census: Census, chunks: Tensor, old_chunks: Tensor) -> Tensor:
-        """New slots: the rows of a class lie without a gap, and those that can stay where they are do."""
+    def _counts_of(self, chunks: Tensor) -> Tensor:
+        """Live rows of every class, if they have so many chunks."""
         records = self.records
         counts = torch.bincount(chunks, minlength=records.chunks + 1)
         counts[0] = 0
@@ -335,19 +345,7 @@ class NarrowStorage(Storage):
                 f"table '{self.table.name}': {most:,} rows of {int(counts.argmax())} chunks, there is room for {room:,}; "
                 "use larger chunks, of which there are fewer"
             )
-        # All classes at once, one after the other: on a GPU a loop over them would wait for the device again and again.
-        begins = counts.cumsum(0) - counts
-        places = census.slots >> records.class_bits
-        stays = (old_chunks == chunks) & (places < counts[chunks])
-        taken = torch.zeros(int(counts.sum()), dtype=torch.bool, device=self.device)
-        taken[(begins[chunks] + places)[stays]] = True
-        free = (~taken).nonzero()[:, 0]
-        movers = ((chunks > 0) & ~stays).nonzero()[:, 0]
-        movers = movers[chunks[movers].argsort(stable=True)]
-        slots = torch.where(stays, census.slots, -1)
-        k = chunks[movers]
-        slots[movers] = ((free - begins[k]) << records.class_bits) | k
-        return slots
+        return counts
 
     def _fade(self) -> None:
         """Utilities count from now on in today's measure."""
@@ -368,6 +366,8 @@ class NarrowStorage(Storage):
         table.fill_(NOBODY)
         self._stamps.zero_()
         self._clock = 0
+        if not ids.numel():
+            return
         buckets = table.shape[0] // WAYS
         order = utilities.sum(1).argsort(descending=True, stable=True)
         at = self.kernels.bucket_of(ids[order], buckets)

@@ -48,7 +48,7 @@ class Policy(ABC):
 
     @abstractmethod
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        """[rows]: how many chunks live; [rows, chunks] bool where any may."""
+        """[rows] int16: how many chunks live; [rows, chunks] bool where any may. Thresholds are above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,8 @@ class WaterFilling(Policy):
         return utilities**self.alpha
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        widths = rows.utilities[:, 0] / (threshold * rows.values) + self.theta
-        return widths.clamp(max=rows.chunks).to(torch.int64)
+        widths = (rows.utilities[:, 0] / (threshold * rows.values)).add_(self.theta)
+        return widths.clamp_(max=rows.chunks).to(torch.int16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Fiited(Policy):
     by_chunk: ClassVar[bool] = True
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        return (rows.utilities >= threshold) & (rows.utilities > 0)
+        return rows.utilities >= threshold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,7 @@ class _WholeRows(Policy):
     whole: ClassVar[bool] = True
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        lives = (rows.utilities[:, 0] >= threshold) & (rows.utilities[:, 0] > 0)
-        return lives.to(torch.int64) * rows.chunks
+        return (rows.utilities[:, 0] >= threshold).to(torch.int16) * rows.chunks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

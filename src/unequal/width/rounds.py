@@ -22,10 +22,18 @@ from .policy import Policy, Rows, policy_of
 
 SAMPLE = 200_000
 """rows from which the threshold is found"""
-HALVINGS = 26
-"""of the span of thresholds, which is then known to 2 in a million"""
-MARGIN = 0.05
-"""by which growth is cut more than it must be: which rows grow is decided by their ids"""
+THIN = 8
+"""every so many of them tell about where it is"""
+LOWEST, HIGHEST = -80.0, 80.0
+"""logarithms of thresholds"""
+PRECISE = 2e-6
+"""a threshold is not looked for more closely than that"""
+CLOSE = 5e-4
+"""share of a budget that may be left over by the threshold: the sample says no more, and new rows take it"""
+MANY = 1 << 17
+"""rows of a table from which what a round needed for it goes back to the system at once, or the C library would keep it"""
+MARGINS = (0.05, 0.5, 3.0, math.inf)
+"""by which growth is cut more than it must be, until it is enough: which rows grow is decided by their ids"""
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
@@ -281,17 +289,17 @@ class Rounds:
                 else:
                     part.hold_back(self.width.most * budget / moved, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
-        grown = self.total(float(sum(part.growth() for part in parts)))
-        if over > 0 and grown > 0:
+        for margin in MARGINS:
+            if over <= 0:
+                break
+            grown = max(1.0, self.total(float(sum(part.growth() for part in parts))))
             for part in parts:
-                part.grow_less(max(0.0, 1 - (1 + MARGIN) * over / grown), step)
+                part.grow_less(max(0.0, 1 - (1 + margin) * over / grown), step)
             over = self.total(float(sum(part.new_values() for part in parts))) - budget
-            if over > 0:
-                for part in parts:
-                    part.grow_less(0.0, step)
         # All tables of a group on all ranks or none: the budget is theirs together.
-        for put in self._together(lambda: [part.prepare() for part in parts]):
-            put()
+        puts = self._together(lambda: [part.prepare() for part in parts])
+        while puts:
+            puts.pop(0)()  # what it holds goes with it
         return sum(part.pruned for part in parts), sum(part.regained for part in parts)
 
     def _together(self, work: Callable[[], list[Made]]) -> list[Made]:
@@ -309,15 +317,43 @@ class Rounds:
     def _threshold(self, parts: list[_Part], budget: float) -> float:
         """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
         samples = _samples(parts)
-        low, high = -80.0, 80.0  # logarithms
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            spent = self.total(sum(sample.values(math.exp(middle), self.width.hysteresis) for sample in samples))
+        guess = None
+        if self.total(float(sum(len(sample.old) for sample in samples))) > SAMPLE / 4:
+            guess = self._search([sample.thin(THIN) for sample in samples], budget, None, 0.02)
+        return math.exp(self._search(samples, budget, guess, CLOSE))
+
+    def _search(self, samples: list[_Sample], budget: float, guess: float | None, close: float) -> float:
+        """A threshold's logarithm, at which the budget is spent but for such a share. Each try is a sum over all ranks."""
+
+        def spent_at(threshold: float) -> float:
+            return self.total(sum(sample.values(math.exp(threshold), self.width.hysteresis) for sample in samples))
+
+        low, high = LOWEST, HIGHEST
+        spent = too_much = spent_at(low)
+        too_little = 0.0  # not known, or nothing
+        if too_much <= budget:
+            return low
+        away, slow = close, 0
+        while high - low > PRECISE:
+            span, middle = high - low, (low + high) / 2
+            if guess is not None and (low == LOWEST or high == HIGHEST):
+                middle = guess if span == HIGHEST - LOWEST else low + away if spent > budget else high - away
+                away *= 4
+                if not low < middle < high:
+                    guess, middle = None, (low + high) / 2
+            elif too_little and span < 2 and slow < 3:
+                # Spending is about a power of the threshold, unless it is a few large steps.
+                share = math.log(budget * (1 - close / 2) / too_much) / math.log(too_little / too_much)
+                middle = low + span * min(max(share, 0.01), 0.99)
+            spent = spent_at(middle)
             if spent > budget:
-                low = middle
+                low, too_much = middle, spent
             else:
-                high = middle
-        return math.exp(high)
+                high, too_little = middle, spent
+                if spent >= budget * (1 - close):
+                    break
+            slow += span < 2 and high - low > span / 2
+        return high
 
 
 def _steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
@@ -327,6 +363,15 @@ def _steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hystere
     if old.dtype == torch.bool:
         return grown | (old & shrunk)
     return torch.minimum(torch.maximum(old, grown), shrunk)
+
+
+def _counts(chosen: Tensor) -> Tensor:
+    """Chunks of every row."""
+    if chosen.dtype == torch.bool:
+        return (
+            chosen.view(torch.uint8).sum(1, dtype=torch.uint8).to(torch.int16)
+        )  # at most 63; other sums are far slower
+    return chosen
 
 
 @dataclass(slots=True)
@@ -341,8 +386,11 @@ class _Sample:
     def values(self, threshold: float, hysteresis: float) -> float:
         """that would live"""
         chosen = _steadily(self.policy, self.rows, self.old, threshold, hysteresis)
-        counts = chosen.sum(1) if chosen.dtype == torch.bool else chosen
-        return float((counts * self.weights).sum()) * self.rows.values
+        return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
+
+    def thin(self, by: int) -> _Sample:
+        rows = Rows(self.rows.utilities[::by].contiguous(), self.rows.chunks, self.rows.values)
+        return _Sample(self.policy, rows, self.old[::by].contiguous(), self.weights[::by] * by)
 
 
 def _samples(parts: list[_Part]) -> list[_Sample]:
@@ -365,6 +413,12 @@ def _samples(parts: list[_Part]) -> list[_Sample]:
     return samples
 
 
+def _tidy(rows: int) -> None:
+    """After work on so many rows of a table."""
+    if rows >= MANY:
+        give_back_freed()
+
+
 class _Part:
     """One table in a round."""
 
@@ -372,22 +426,33 @@ class _Part:
         self.storage, self.policy = storage, policy
         self.records: Records = storage.records
         self.census: Census = storage.census()
+        _tidy(len(self.census.ids))
         self.rows = Rows(policy.measure(self.census.utilities), self.records.chunks, self.records.chunk)
         self.old = self.census.chunks(self.records)
         self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
         """its chunks, where any may live"""
         self.new: Tensor = self.old
         self.pruned = self.regained = 0
+        self._draws = 0
 
     def _bits(self, masks: Tensor) -> Tensor:
-        return (masks[:, None] >> torch.arange(self.records.chunks, device=masks.device)) & 1 > 0
+        bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
+        for k in range(self.records.chunks):  # all at once would take 8 bytes for each
+            bits[:, k] = masks >> k & 1
+        return bits
+
+    def _masks(self) -> Tensor:
+        masks = torch.zeros_like(self.census.ids)
+        for k in range(self.records.chunks):
+            masks |= self.new[:, k].to(torch.int64) << k
+        return masks
 
     def choose(self, threshold: float, hysteresis: float) -> None:
         self.new = _steadily(self.policy, self.rows, self.held, threshold, hysteresis)
 
     @property
     def _counts(self) -> Tensor:
-        return self.new.sum(1) if self.new.dtype == torch.bool else self.new
+        return _counts(self.new)
 
     def moved(self) -> int:
         return int((self._counts - self.old).abs().sum()) * self.records.chunk
@@ -411,17 +476,23 @@ class _Part:
         self._keep((self._counts > self.old) & self._beyond(share, step))
 
     def _beyond(self, share: float, step: int) -> Tensor:
-        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step) >> 1), 1 << 20)
+        # Every time others: rows that were left alone before would be so again, and the rest untouched.
+        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step + (self._draws << 40)) >> 1), 1 << 20)
+        self._draws += 1
         chosen: Tensor = numbers >= int(share * (1 << 20))
         return chosen
 
     def prepare(self) -> Callable[[], None]:
         masks = None
         if self.new.dtype == torch.bool:
-            masks = (self.new.to(torch.int64) << torch.arange(self.records.chunks, device=self.new.device)).sum(1)
+            masks = self._masks()
             went, came = int((self.held & ~self.new).sum()), int((self.new & ~self.held).sum())
         else:
             change = self.new - self.old
             went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
         self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
-        return self.storage.prepare(self.census, self._counts, masks)
+        census, counts = self.census, self._counts
+        del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
+        put = self.storage.prepare(census, counts, masks)
+        _tidy(len(census.ids))
+        return put

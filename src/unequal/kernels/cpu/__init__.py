@@ -2,7 +2,7 @@
 
 from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
-from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, place, rebuild, worth
+from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, lay_out, order_by_id, place, rebuild, worth
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
     deal_bags,
@@ -28,8 +28,10 @@ __all__ = [
     "follow",
     "follow_places",
     "initialize",
+    "lay_out",
     "lookup",
     "offsets",
+    "order_by_id",
     "pack",
     "packed_sizes",
     "pair_dots",

@@ -67,8 +67,8 @@ class NarrowDirectory:
         return int(native_library().uq_narrow_find(*self._place(), pointer(ids), count, pointer(slots), threads))
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
-        """Of ids that it does not hold yet."""
-        rows = self.used + ids.numel()
+        """Of ids that it does not hold yet, but for those with a slot of -1."""
+        rows = self.used + int((slots >= 0).sum())
         if self.kind != self.ARRAY and rows > self.FULL * self._capacity:
             held = self.entries()
             self._make(rows * 5 // 4)
@@ -148,6 +148,30 @@ def bucket_of(ids: Tensor, buckets: int) -> Tensor:
     ids, out = ids.contiguous(), torch.empty_like(ids)
     count = ctypes.c_int64(ids.numel())
     native_library().uq_narrow_buckets(pointer(ids), count, ctypes.c_int64(buckets), pointer(out))
+    return out
+
+
+def order_by_id(ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes both over."""
+    if native_library().uq_narrow_order(pointer(ids), pointer(slots), ctypes.c_int64(ids.numel())):
+        return ids, slots
+    ids, order = ids.sort()
+    return ids, slots[order]
+
+
+def lay_out(slots: Tensor, chunks: Tensor, counts: Tensor, class_bits: int) -> Tensor:
+    chunks, out = chunks.to(torch.int16).contiguous(), torch.empty_like(slots)
+    failed = native_library().uq_narrow_lay_out(
+        pointer(slots),
+        pointer(chunks),
+        ctypes.c_int64(slots.numel()),
+        pointer(counts),
+        ctypes.c_int64(counts.numel()),
+        ctypes.c_int64(class_bits),
+        pointer(out),
+    )
+    if failed:
+        raise MemoryError(f"no memory to lay out {slots.numel():,} rows")
     return out
 
 

@@ -3,7 +3,7 @@
 from .hash import HashDirectory
 from .initialize import initialize
 from .lookup import lookup
-from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
+from .narrow import NarrowDirectory, bucket_of, follow, lay_out, place, rebuild
 from .offsets import offsets
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .pair_dots import pair_dots, pair_dots_gradient
@@ -19,6 +19,7 @@ __all__ = [
     "deal_bags",
     "follow",
     "initialize",
+    "lay_out",
     "lookup",
     "offsets",
     "pack",

@@ -110,7 +110,7 @@ class NarrowDirectory:
         return int((slots < 0).sum())
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
-        self._slots.update(zip(ids.tolist(), slots.tolist()))
+        self._slots.update((id_, slot) for id_, slot in zip(ids.tolist(), slots.tolist()) if slot >= 0)
 
     def entries(self) -> tuple[Tensor, Tensor]:
         parts = (self._slots.keys(), self._slots.values())
@@ -144,6 +144,25 @@ def follow(
             k = min(free, key=lambda k: float(utilities[k].sum()))
             keys[k], stamps[k], utilities[k] = id_, step, 0
             slots[(ids == id_) & (slots < 0)] = k << class_bits
+
+
+def lay_out(slots: Tensor, chunks: Tensor, counts: Tensor, class_bits: int) -> Tensor:
+    """New slots of rows that will have so many chunks, -1 for none: the rows of a class lie without a gap, those that can stay
+    where they are do, and others follow in order. counts: rows of every class."""
+    # All classes at once, one after the other: on a GPU a loop over them would wait for the device again and again.
+    chunks = chunks.to(torch.int64)
+    begins = counts.cumsum(0) - counts
+    places = slots >> class_bits
+    stays = (slots & ((1 << class_bits) - 1) == chunks) & (places < counts[chunks])
+    taken = torch.zeros(int(counts.sum()), dtype=torch.bool, device=slots.device)
+    taken[(begins[chunks] + places)[stays]] = True
+    free = (~taken).nonzero()[:, 0]
+    movers = ((chunks > 0) & ~stays).nonzero()[:, 0]
+    movers = movers[chunks[movers].argsort(stable=True)]
+    out = torch.where(stays, slots, -1)
+    k = chunks[movers]
+    out[movers] = ((free - begins[k]) << class_bits) | k
+    return out
 
 
 def rebuild(

@@ -1,5 +1,6 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
+from ..reference.narrow import lay_out
 from ..reference.pack import pack, packed_sizes, unpack, used_chunks
 from ..reference.route import deal_bags
 from .directory import NarrowDirectory, bucket_of, follow
@@ -24,6 +25,7 @@ __all__ = [
     "fade",
     "follow",
     "initialize",
+    "lay_out",
     "locate_all",
     "lookup",
     "pack",

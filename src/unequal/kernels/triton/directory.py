@@ -172,7 +172,9 @@ class NarrowDirectory:
         return int((slots < 0).sum())
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
-        """Of ids that it does not hold yet."""
+        """Of ids that it does not hold yet, but for those with a slot of -1."""
+        known = slots >= 0
+        ids, slots = ids[known], slots[known]
         self.make_room(ids.numel())
         self._put(ids, slots)
         self.used += ids.numel()

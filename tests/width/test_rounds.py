@@ -1,0 +1,124 @@
+"""Rounds: how a threshold is found, who is held back, and what lays rows out anew."""
+
+import math
+
+import pytest
+import torch
+
+import unequal as uq
+from unequal.kernels import cpu, reference
+from unequal.width import rounds as rounds_module
+from unequal.width.policy import Rows, policy_of
+from unequal.width.rounds import CLOSE, Rounds, _Sample, _steadily
+
+CHUNKS = 4
+
+
+def module_of(tables, **width):
+    """Features of one id a sample, one for each table."""
+    features = {f"f{t}": uq.Feature(uq.Table(f"t{t}", rows=rows, dim=4), "sum") for t, rows in enumerate(tables)}
+    return uq.Embeddings(features, optimizer=uq.SGD(lr=0.1), width=uq.Width(chunk=1, **width))
+
+
+def samples_of(policy, rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    policy = policy_of(policy)
+    shape = (rows, CHUNKS if policy.by_chunk else 1)
+    utilities = torch.rand(shape, generator=generator).log().mul(-3).exp()
+    if policy.masked:
+        old = torch.rand(rows, CHUNKS, generator=generator) < 0.2
+    else:
+        old = torch.randint(0, CHUNKS + 1, (rows,), generator=generator).to(torch.int16)
+        old = old // CHUNKS * CHUNKS if policy.whole else old
+    return [_Sample(policy, Rows(utilities, CHUNKS, 1), old, torch.ones(rows, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("rows", [7, 300, 20_000])
+@pytest.mark.parametrize("policy", ["water-filling", "fiited", "itep"])
+def test_the_threshold_spends_the_budget(policy, rows, share):
+    """As the lowest that can be found by halving does, or all but a little of the budget, in fewer tries."""
+    samples, budget, tries = samples_of(policy, rows), share * rows * CHUNKS, []
+    rounds = Rounds(
+        uq.Width(budget="50%", policy=policy), {"t": uq.Table("t", rows=rows, dim=CHUNKS)}, {"t": uq.SGD(lr=0.1)},
+        total=lambda value: tries.append(value) or value,
+    )  # fmt: skip
+    low, high = -80.0, 80.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if samples[0].values(math.exp(middle), 0.1) > budget else (low, middle)
+    lowest = samples[0].values(math.exp(high), 0.1)
+    for guess in (None, high + 0.1, -80.0, 80.0):
+        tries.clear()
+        spent = samples[0].values(math.exp(rounds._search(samples, budget, guess, CLOSE)), 0.1)
+        assert lowest * (1 - CLOSE) <= spent <= budget
+        assert len(tries) <= 45
+    assert rounds._search(samples, CHUNKS * rows + 1.0, None, CLOSE) == rounds_module.LOWEST
+
+
+def test_rows_that_were_held_back_are_not_asked_again():
+    """Growth is cut among rows that may still grow: it is never given up as a whole for a few values too many."""
+    module = module_of([4000], budget="10%", most=0.3, every=10**6)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        for _ in range(4):
+            ids = torch.randint(0, 4000, (2000,), generator=generator)
+            out = module(uq.Batch(("f0",), ids, torch.ones(2000, dtype=torch.long))).pooled
+            (out * torch.rand(2000, 1, generator=generator) ** 4).sum().backward()
+        assert module._rounds is not None
+        report = module._rounds.round(step + 1)
+        assert report.values <= 1600
+        # Beyond what room there was, what goes makes room for what comes.
+        assert report.regained > report.pruned * 0.8 and report.values > 1500
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_laid_out_as_the_reference_does(seed):
+    generator = torch.Generator().manual_seed(seed)
+    bits, classes = 3, 5
+    old = torch.randint(0, classes, (500,), generator=generator)
+    slots = torch.empty_like(old)
+    for k in range(classes):
+        which = (old == k).nonzero()[:, 0]
+        slots[which] = torch.randperm(which.numel(), generator=generator) << bits | k
+    chunks = torch.where(
+        torch.rand(500, generator=generator) < 0.7, old, torch.randint(0, classes, (500,), generator=generator)
+    )
+    counts = torch.bincount(chunks, minlength=classes)
+    counts[0] = 0
+    found = cpu.lay_out(slots, chunks.to(torch.int16), counts, bits)
+    assert torch.equal(found, reference.lay_out(slots, chunks.to(torch.int16), counts, bits))
+    for k in range(1, classes):
+        own = found[chunks == k]
+        assert torch.equal(own.sort().values, torch.arange(counts[k]) << bits | k), "without a gap"
+    assert (found[chunks == 0] == -1).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 50), (0, 2**32), (0, 2**33), (-(2**62), 2**62)])
+@pytest.mark.parametrize("count", [0, 1, 30, 5000])
+def test_ids_are_sorted_whatever_they_are(count, low, high):
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(low, high, (count,), generator=generator).unique()
+    ids = ids[torch.randperm(ids.numel(), generator=generator)]
+    slots = torch.randint(0, 2**31, (ids.numel(),), generator=generator)
+    expected, order = ids.sort()
+    expected_slots = slots[order]
+    found, found_slots = cpu.order_by_id(ids, slots)
+    assert torch.equal(found, expected) and torch.equal(found_slots, expected_slots)
+
+
+@pytest.mark.parametrize("bound", [100, 10**6, None])
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_ids_without_a_slot_are_left_out_of_a_directory(kernels, bound):
+    directory = kernels.NarrowDirectory(bound, 3)
+    ids, slots = torch.tensor([7, 3, 99, 12]), torch.tensor([4, -1, 0, -1])
+    directory.insert(ids, slots)
+    assert torch.equal(directory.find(ids), slots) and directory.used == 2
+
+
+def test_counts_fit_their_numbers():
+    """A vector of 63 chunks, all of them live."""
+    policy = policy_of("fiited")
+    rows, old = Rows(torch.ones(3, 63), 63, 1), torch.zeros(3, 63, dtype=torch.bool)
+    chosen = _steadily(policy, rows, old, 0.5, 0.1)
+    assert rounds_module._counts(chosen).tolist() == [63] * 3
