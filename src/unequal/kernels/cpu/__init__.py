@@ -2,6 +2,7 @@
 
 from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
+from .ids import narrow_ids, widen_ids
 from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, place, rebuild, worth
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
@@ -29,6 +30,7 @@ __all__ = [
     "follow_places",
     "initialize",
     "lookup",
+    "narrow_ids",
     "offsets",
     "pack",
     "packed_sizes",
@@ -43,6 +45,7 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "worth",
     "write_rows",
 ]

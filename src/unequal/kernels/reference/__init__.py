@@ -1,6 +1,7 @@
 """The reference kernels: plain torch, one table and one feature at a time. What the fast kernels are compared with."""
 
 from .hash import HashDirectory
+from .ids import narrow_ids, widen_ids
 from .initialize import initialize
 from .lookup import lookup
 from .narrow import NarrowDirectory, bucket_of, follow, place, rebuild
@@ -20,6 +21,7 @@ __all__ = [
     "follow",
     "initialize",
     "lookup",
+    "narrow_ids",
     "offsets",
     "pack",
     "packed_sizes",
@@ -33,5 +35,6 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "write_rows",
 ]

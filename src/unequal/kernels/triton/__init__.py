@@ -1,5 +1,6 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
+from ..reference.ids import narrow_ids, widen_ids
 from ..reference.pack import pack, packed_sizes, unpack, used_chunks
 from ..reference.route import deal_bags
 from .directory import NarrowDirectory, bucket_of, follow
@@ -26,6 +27,7 @@ __all__ = [
     "initialize",
     "locate_all",
     "lookup",
+    "narrow_ids",
     "pack",
     "packed_sizes",
     "place",
@@ -36,5 +38,6 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "write_rows",
 ]
