@@ -172,7 +172,7 @@ def test_many_tables_are_priced_as_each_alone() -> None:
 
 
 def test_ids_are_priced_as_they_travel() -> None:
-    """As long as the table's largest, 8 bytes where they may be anything, and longer where it is told how often they were read."""
+    """As long as the largest of the table, 8 bytes where they may be anything, more where it is told how often they were read."""
 
     def each(**table: object) -> float:
         load = load_of(sample(), None, **table)
