@@ -460,6 +460,30 @@ def test_bytes_of_unique_ids(pool):
         assert more.tolist() == [size + 4 * 8 + 4 * 8, 0]
 
 
+def bytes_of_a_bag(rank, world, count, rows):
+    """Sent inside the node in a step where rank 1 has one bag of so many ids, whose owner, rank 0, pools it."""
+    table = uq.Table("t", rows=rows, dim=8)
+    embeddings = uq.Embeddings({"f": uq.Feature(table, "sum")}, device="meta")
+    module = uq.shard(embeddings, Placement(2, 2, {"t": place("table_wise", table, 2, 2, sums=True)}))
+    ids = torch.arange(count if rank else 0)
+    batch = uq.Batch.from_jagged({"f": uq.Jagged(ids, torch.tensor([ids.numel()]))})
+    before = module.mesh.traffic.copy()
+    module(batch).pooled.sum().backward()
+    return module.mesh.traffic.since(before).inside
+
+
+def test_bytes_of_ids_and_lengths_of_bags(pool):
+    """A bag's length has as many bytes as the number of ids in its message needs."""
+
+    def sent(count, rows):
+        return sum(pool.run(bytes_of_a_bag, count, rows, world=2))
+
+    for rows, size in ((400, 2), (None, 8)):
+        none = sent(0, rows)
+        assert sent(5, rows) - none == 5 * size
+        assert sent(300, rows) - none == 300 * size + 1
+
+
 def with_device_mesh(rank, world, problem, placement):
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -111,14 +111,16 @@ def test_counts_travel_with_ids_where_they_are_told(counted):
 
 
 @pytest.mark.parametrize(("rows", "size"), [(9, 1), (256, 1), (257, 2), (2**24, 3), (2**31, 4), (None, 8)])
-@pytest.mark.parametrize("general", [False, True])
-def test_ids_have_as_many_bytes_as_the_largest_needs(rows, size, general):
+@pytest.mark.parametrize("way", ["one call", "general", "reference"])
+def test_ids_have_as_many_bytes_as_the_largest_needs(rows, size, way, monkeypatch):
     """Beside those of a table that may be anything, in one message."""
     last = 2**63 - 1 if rows is None else rows - 1
     own, others = torch.tensor([last, 0]), torch.tensor([-(2**63), 2**62, 5])
     pieces = [WirePiece("t", Piece(0, 4, (0,)), rows), WirePiece("any", Piece(0, 4, (1,)), None)]
+    monkeypatch.setenv("UNEQUAL_KERNELS", "reference" if way == "reference" else "")
     hop = Hop(backend("cpu"), CPU, Mirror(2), pieces, lambda rank: rank, counted=False)
-    hop._dealer = None if general else hop._dealer
+    assert (hop._dealer is None) == (way == "reference")
+    hop._dealer = hop._dealer if way == "one call" else None
     asked, _ = hop.ask([own, others], [None, None], np.zeros(1, np.int64))
     assert hop.link.message.numel() == 2 * size + 3 * 8
     assert asked.ids.tolist() == own.tolist() + others.tolist()
