@@ -2,10 +2,12 @@
 nodes.
 
 2 nodes × 4 ranks of one thread, links of 400 Mbit/s; 2 sequence features over 2 tables × 100,000 rows, dim 64, 256 samples per
-rank with 100 to 300 ids each, Zipf 1.05. One plan with tiers from a profile of other batches serves all jobs of a precision:
-whole rows, and narrow ones whose gradients travel whole or as narrow as the rows. All train 16 steps with rounds in them before
-12 are measured in which none falls. Bytes are what the links' counters say. No number is reported unless every copy equals its
-owner's row, the budget is kept and spent, and losses are near those of whole rows. Needs root (see cluster.py).
+rank with 100 to 300 ids each, Zipf 1.05. One plan with tiers serves all jobs of a precision: whole rows, and narrow ones whose
+gradients travel whole or as narrow as the rows. It is made from a profile of other batches and from the rates that the tiers
+benchmark has measured on the same cluster and left in the results: so bytes are the same every time. All train 16 steps with
+rounds in them before 12 are measured in which none falls. Bytes are what the links' counters say. No number is reported unless
+every copy equals its owner's row, the budget is kept and spent, and losses are near those of whole rows. Needs root (see
+cluster.py). Takes some five minutes, most of it the starts of eight processes on two cores.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster, ClusterError
 from .distributed_side import Samples
-from .processes import environment, interpreter
+from .processes import ROOT, environment, interpreter
 from .report import BenchmarkError, spread
-from .tiers import NODES, RANKS, SAMPLES, Arrangement, Laboratory, described, make_plan
+from .tiers import NODES, RANKS, SAMPLES, Arrangement, Laboratory, described, machines, make_plan
 from .tiers_data import generated
 from .width_exchange_worker import EVERY, KEPT
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 SPEED = 400.0
 BATCHES, PROFILED, BLOCKS = 4, 24, 3
-CALIBRATION = 5.0
+RATES = ROOT / "benchmarks" / "results" / "cluster.json"
+"""where the tiers benchmark leaves the rates of the cluster"""
 NEAR = 0.1
 """largest relative difference of the last measured losses from those of whole rows"""
 SPENT = 0.95
@@ -118,6 +121,18 @@ def assumed() -> Topology:
     return Topology.from_mapping({**shape, "across": rates})
 
 
+def measured() -> Topology:
+    """The cluster with the rates that the tiers benchmark has measured on it."""
+    try:
+        rates = json.loads(RATES.read_text())["tiers"]["results"][f"{SPEED:g} Mbit/s"]["topology"]
+    except (OSError, KeyError) as error:
+        raise BenchmarkError(
+            f"the rates of the cluster: expected those of the tiers benchmark in {RATES.name}, found none ({error!r}); "
+            "measure them with `python -m benchmarks --only tiers`"
+        ) from error
+    return machines(rates)
+
+
 def run(quick: bool = False) -> dict[str, Any]:
     from unequal.stats.profile import Profile
 
@@ -141,7 +156,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         try:
             with Cluster(NODES, RANKS, SPEED) as cluster:
                 laboratory = NarrowLaboratory(cluster, folder)
-                topology = assumed() if quick else laboratory.calibrate(CALIBRATION)
+                topology = assumed() if quick else measured()
                 for plan, arrangement in plans.items():
                     make_plan(arrangement, study, topology, profile).save(plan_file(folder, plan))
                     for mode in modes:

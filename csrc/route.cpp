@@ -1,11 +1,11 @@
 // Which rank answers for an id: rows that are copied to every rank or to every node lie nearer than their owner.
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <numeric>
 #include <vector>
 
 #include "directory.h"
+#include "ids.h"
 
 namespace unequal {
 namespace {
@@ -31,6 +31,7 @@ struct Piece {
   const int64_t* targets;    // [places]: the rank for part / divisor % places
   int64_t hashed;
   int64_t group;             // pieces whose rows lie in one matrix; -1: no row of it travels
+  int64_t bytes;             // of an id in the message
 };
 
 }  // namespace
@@ -89,11 +90,11 @@ UNEQUAL_API void uq_deal_bags(const int64_t* ids, const int64_t* lengths, int64_
   for (int64_t i = 0; i < total; ++i) dealt[next[size_t(part_of(ids[i]))]++] = ids[i];
 }
 
-// A step's message: the ids of all pieces, by the rank they go to, then by piece in the given order. sent: [ranks, pieces] how many
+// A step's message: the ids of all pieces, by the rank they go to, then by piece in the given order, each in the bytes of its piece. sent: [ranks, pieces] how many
 // each has; first: [ranks, pieces] where their rows will begin in the matrix of their group; places: piece after piece, where the
 // row of each id will lie there, or for ids that go to all, its number. Returns -1 without memory.
 UNEQUAL_API int uq_deal_rows(const void* described, int64_t count, const int64_t* order, int64_t ranks, int64_t groups,
-                             int64_t* sent, int64_t* first, int64_t* message, int64_t* places) try {
+                             int64_t* sent, int64_t* first, uint8_t* message, int64_t* places) try {
   using namespace unequal;
   const Piece* pieces = static_cast<const Piece*>(described);
   std::fill(sent, sent + ranks * count, 0);
@@ -129,33 +130,37 @@ UNEQUAL_API int uq_deal_rows(const void* described, int64_t count, const int64_t
     for (int64_t o = 0; o < count; ++o) {
       const int64_t b = k * count + order[o], group = pieces[order[o]].group;
       at[size_t(b)] = total;
-      total += sent[b];
+      total += sent[b] * pieces[order[o]].bytes;
       if (!sent[b] || group < 0) continue;
       first[b] = next[size_t(group)];
       next[size_t(group)] += sent[b];
     }
 
   target = targets.data();
-  std::vector<int64_t*> out(static_cast<size_t>(ranks));
+  std::vector<uint8_t*> out(static_cast<size_t>(ranks));
   std::vector<int64_t> row(static_cast<size_t>(ranks));
   for (int64_t p = 0; p < count; ++p) {
     const Piece& piece = pieces[p];
-    if (piece.places <= 1) {
-      for (int64_t k = 0; k < ranks; ++k)
-        if (sent[k * count + p]) std::memcpy(message + at[size_t(k * count + p)], piece.ids, size_t(piece.count) * 8);
-      std::iota(places, places + piece.count, piece.places && piece.count ? first[piece.targets[0] * count + p] : 0);
-      places += piece.count;
-      continue;
-    }
-    for (int64_t k = 0; k < ranks; ++k) {
-      out[size_t(k)] = message + at[size_t(k * count + p)];
-      row[size_t(k)] = first[k * count + p];
-    }
-    for (int64_t i = 0; i < piece.count; ++i) {
-      const size_t k = size_t(*target++);
-      *out[k]++ = piece.ids[i];
-      *places++ = row[k]++;
-    }
+    with_bytes(piece.bytes, [&](auto bytes) {
+      constexpr int B = decltype(bytes)::value;
+      for (int64_t k = 0; k < ranks; ++k) {
+        out[size_t(k)] = message + at[size_t(k * count + p)];
+        row[size_t(k)] = first[k * count + p];
+      }
+      if (piece.places <= 1) {
+        for (int64_t k = 0; k < ranks; ++k)
+          for (int64_t i = 0; i < sent[k * count + p]; ++i) put_id<B>(out[size_t(k)] + i * B, piece.ids[i]);
+        std::iota(places, places + piece.count, piece.places && piece.count ? row[size_t(piece.targets[0])] : 0);
+        places += piece.count;
+        return;
+      }
+      for (int64_t i = 0; i < piece.count; ++i) {
+        const size_t k = size_t(*target++);
+        put_id<B>(out[k], piece.ids[i]);
+        out[k] += B;
+        *places++ = row[k]++;
+      }
+    });
   }
   return 0;
 } catch (const std::bad_alloc&) {

@@ -9,7 +9,7 @@ import torch
 
 import unequal as uq
 from unequal.exchange.mesh import Mesh
-from unequal.plan.placement import KINDS, Placement, place
+from unequal.plan.placement import KINDS, Placement, part_of, place
 
 from .problems import (
     Problem,
@@ -422,8 +422,8 @@ def test_plans_for_other_jobs_are_refused(pool):
     pool.run(refuse_plans, problem_of(), world=2)
 
 
-def bytes_of_a_step(rank, world, ids_of, placement):
-    table = uq.Table("t", rows=64, dim=8)
+def bytes_of_a_step(rank, world, ids_of, placement, rows):
+    table = uq.Table("t", rows=rows, dim=8)
     module = uq.shard(uq.Embeddings({"f": uq.Feature(table, None)}, device="meta"), placement)
     ids = torch.tensor(ids_of[rank], dtype=torch.int64)
     batch = uq.Batch.from_jagged({"f": uq.Jagged(ids, torch.tensor([ids.numel()]))})
@@ -433,16 +433,16 @@ def bytes_of_a_step(rank, world, ids_of, placement):
     return spent.inside, spent.across
 
 
-def traffic(pool, ids, **options):
-    table = uq.Table("t", rows=64, dim=8)
+def traffic(pool, ids, rows=64, **options):
+    table = uq.Table("t", rows=rows, dim=8)
     placement = Placement(4, 2, {"t": place("row_wise", table, 4, 2)}, **options)
-    return np.array(pool.run(bytes_of_a_step, ids, placement, world=4, ranks_per_node=2)).sum(0)
+    return np.array(pool.run(bytes_of_a_step, ids, placement, rows, world=4, ranks_per_node=2)).sum(0)
 
 
 def test_bytes_of_unique_ids(pool):
     """Ids, rows and gradients travel once per rank that reads them, and once per node where the plan says so: exact figures,
     beyond those of a step without ids."""
-    once = 8 + 4 * 8 + 4 * 8  # an id there, its row back, its gradient there
+    once = 1 + 4 * 8 + 4 * 8  # an id there, its row back, its gradient there
     nothing, near, far = [], [1], [2]  # rows 0 and 1 of every four are on node 0, the others on node 1
     for options in ({}, {"unique": "rank"}):
         idle = traffic(pool, [nothing] * 4, **options)
@@ -453,6 +453,35 @@ def test_bytes_of_unique_ids(pool):
     assert (traffic(pool, [far, far * 2, nothing, nothing]) - idle).tolist() == [once, once]
     idle = traffic(pool, [nothing] * 4, unique="rank")
     assert (traffic(pool, [far, far * 2, nothing, nothing], unique="rank") - idle).tolist() == [0, 2 * once]
+    # An id is as long as the table's largest; one that may be anything has 8 bytes.
+    for rows, size in ((2**16 + 1, 3), (None, 8)):
+        near = (part_of(torch.arange(99), 4, rows is None) == 1).nonzero()[:1, 0].tolist()
+        more = traffic(pool, [near * 3, nothing, nothing, nothing], rows) - traffic(pool, [nothing] * 4, rows)
+        assert more.tolist() == [size + 4 * 8 + 4 * 8, 0]
+
+
+def bytes_of_a_bag(rank, world, count, rows):
+    """Sent inside the node in a step where rank 1 has one bag of so many ids, whose owner, rank 0, pools it."""
+    table = uq.Table("t", rows=rows, dim=8)
+    embeddings = uq.Embeddings({"f": uq.Feature(table, "sum")}, device="meta")
+    module = uq.shard(embeddings, Placement(2, 2, {"t": place("table_wise", table, 2, 2, sums=True)}))
+    ids = torch.arange(count if rank else 0)
+    batch = uq.Batch.from_jagged({"f": uq.Jagged(ids, torch.tensor([ids.numel()]))})
+    before = module.mesh.traffic.copy()
+    module(batch).pooled.sum().backward()
+    return module.mesh.traffic.since(before).inside
+
+
+def test_bytes_of_ids_and_lengths_of_bags(pool):
+    """A bag's length has as many bytes as the number of ids in its message needs."""
+
+    def sent(count, rows):
+        return sum(pool.run(bytes_of_a_bag, count, rows, world=2))
+
+    for rows, size in ((400, 2), (None, 8)):
+        none = sent(0, rows)
+        assert sent(5, rows) - none == 5 * size
+        assert sent(300, rows) - none == 300 * size + 1
 
 
 def with_device_mesh(rank, world, problem, placement):

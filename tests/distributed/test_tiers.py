@@ -184,7 +184,7 @@ def traffic(pool, ids, unique):
 @pytest.mark.parametrize("unique", ["node", "rank", "none"])
 def test_bytes_of_rows_with_copies(pool, unique):
     """Rows 2 and 3 are those of ranks 2 and 3 on node 1. Exact figures, beyond those of a step without ids."""
-    nothing, row, id_, number = [], 4 * 8, 8, 4
+    nothing, row, id_, number = [], 4 * 8, 1, 4  # numbers of one row's bytes, filled up to a value's
     idle = traffic(pool, [nothing] * 4, unique)
 
     def spent(*ids):

@@ -1,5 +1,6 @@
 """The benchmark of narrow rows on the cluster: what it judges, what it refuses, and a small run of it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ def test_narrow_rows_are_judged_by_whole_ones() -> None:
 def test_wrong_results_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(BenchmarkError, match=said):
         width_exchange.check(jobs_of(**wrong))
+
+
+def test_rates_are_those_of_the_tiers_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = width_exchange.measured()
+    assert (found.nodes, found.ranks_per_node) == (2, 4)
+    assert 0 < found.across.bytes_per_second < width_exchange.SPEED * 1e6 / 8
+    monkeypatch.setattr(width_exchange, "RATES", tmp_path / "cluster.json")
+    with pytest.raises(BenchmarkError, match="measure them with `python -m benchmarks --only tiers`"):
+        width_exchange.measured()
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))

@@ -16,6 +16,8 @@ from unequal.tables import Feature, Table
 from .cases import machines
 
 DIM, ROWS, BATCH, LENGTH = 16, 700, 64, 5
+ID = 2
+"""bytes of an id on the wire"""
 
 
 def sample(seed: int = 0) -> np.ndarray:
@@ -45,13 +47,14 @@ def moved(ids: np.ndarray, placed: TablePlacement, nodes: int, size: int, two_ho
         if placed.kind == "data_parallel":
             for rank, mine in enumerate(asked):
                 for other in range(world):
-                    send(rank, other, len(mine) * (8 + row))
+                    send(rank, other, len(mine) * (ID + row))
             continue
         if placed.sums:
             for rank, share in enumerate(shares):
                 owner = np.array(piece.ranks)[part_of(torch.from_numpy(share.reshape(-1)), len(piece.ranks), False)]
                 for other in piece.ranks:
-                    send(rank, other, (owner == other).sum() * 8 + len(share) * (8 + row))
+                    count = (owner == other).sum()
+                    send(rank, other, count * ID + len(share) * ((1 if count < 256 else 2) + row))
                     send(other, rank, len(share) * row)
             continue
         hops: dict[tuple[int, int], np.ndarray] = {}
@@ -61,7 +64,7 @@ def moved(ids: np.ndarray, placed: TablePlacement, nodes: int, size: int, two_ho
                 hops[rank, other] = mine[owner == other]
         if not two_hops:
             for (rank, other), found in hops.items():
-                send(rank, other, len(found) * (8 + row))
+                send(rank, other, len(found) * (ID + row))
                 send(other, rank, len(found) * row)
             continue
         for node in range(nodes):
@@ -69,10 +72,10 @@ def moved(ids: np.ndarray, placed: TablePlacement, nodes: int, size: int, two_ho
                 lane = node * size + other % size
                 parts = [hops[rank, other] for rank in range(node * size, (node + 1) * size)]
                 for rank, found in zip(range(node * size, (node + 1) * size), parts):
-                    send(rank, lane, len(found) * (8 + row))
+                    send(rank, lane, len(found) * (ID + row))
                     send(lane, rank, len(found) * row)
                 once = np.unique(np.concatenate(parts))
-                send(lane, other, len(once) * (8 + row))
+                send(lane, other, len(once) * (ID + row))
                 send(other, lane, len(once) * row)
     return sent
 
@@ -166,3 +169,16 @@ def test_many_tables_are_priced_as_each_alone() -> None:
         together = pricer.price_many(pricer.numbers(loads), len(loads), placed)
         for k, load in enumerate(loads):
             np.testing.assert_allclose(together[:, k], pricer.price(load, placed))
+
+
+def test_ids_are_priced_as_they_travel() -> None:
+    """As long as the largest of the table, 8 bytes where they may be anything, more where it is told how often they were read."""
+
+    def each(**table: object) -> float:
+        load = load_of(sample(), None, **table)
+        cost = Pricer(Setting(topology=machines(), batch_size=BATCH)).price(load, place("row_wise", load.table, 2))
+        return float(cost[Part.BACK_SENT_INSIDE, 0] / cost[Part.ROWS_SENT_INSIDE, 0]) * 4 * DIM - 4 * DIM
+
+    assert each() == pytest.approx(ID)
+    assert each(rows=2**24) == pytest.approx(3) and each(rows=2**24 + 1) == pytest.approx(4)
+    assert each(rows=None) == pytest.approx(8) and each(rows=None, admit_after=2) == pytest.approx(10)

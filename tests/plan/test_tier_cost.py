@@ -22,6 +22,8 @@ from unequal.tables import Feature, Table
 from .cases import machines
 
 DIM, ROWS, BATCH, LENGTH, BATCHES = 16, 700, 64, 5, 60
+ID = 2
+"""bytes of an id on the wire, and of the number of a row with copies"""
 Array = np.ndarray[Any, Any]
 Send = Callable[[int, int, float], None]
 
@@ -76,14 +78,14 @@ def moved(ids: Array, tiers: Tiers, nodes: int, size: int, unique: Unique, codec
             continue
         for other in range(world):
             asked = int((owner_of[rest] == other).sum())
-            send(rank, other, asked * (8 + backward))
+            send(rank, other, asked * (ID + backward))
             send(other, rank, asked * forward)
     through = [(tiers.replicated, 0, 0), (tiers.node, forward, 0)]
     if unique == "node" and nodes > 1:
         through.append((np.setdiff1d(np.arange(ROWS), everyone), forward, forward))
     for rows, inside, across in through:
         _in_two_hops(shares, rows, owner_of, nodes, size, (inside, across, backward), send)
-    _push(shares, tiers, owner_of, nodes, size, 4 + forward, send)
+    _push(shares, tiers, owner_of, nodes, size, ID + forward, send)
     return sent
 
 
@@ -101,11 +103,11 @@ def _in_two_hops(
             parts = []
             for rank, ids in asked.items():
                 own = ids[owner_of[ids] == owner]
-                send(rank, lane, len(own) * (8 + backward))
+                send(rank, lane, len(own) * (ID + backward))
                 send(lane, rank, len(own) * inside)
                 parts.append(own)
             once = len(np.unique(np.concatenate(parts)))
-            send(lane, owner, once * (8 + backward))
+            send(lane, owner, once * (ID + backward))
             send(owner, lane, once * across)
 
 
@@ -201,7 +203,7 @@ def test_repeated_ids_travel_as_often_as_they_are_read(load: TableLoad) -> None:
         cost = Pricer(setting).price(load, place("row_wise", load.table, 4, 2))
         return float((cost[Part.ROWS_SENT_ACROSS] + cost[Part.BACK_SENT_ACROSS]).sum())
 
-    assert sent("none") == pytest.approx(BATCH * LENGTH / 2 * (8 + 2 * 4 * DIM), rel=1e-6)
+    assert sent("none") == pytest.approx(BATCH * LENGTH / 2 * (ID + 2 * 4 * DIM), rel=1e-6)
     assert sent("none") > sent("rank") > sent("node")
 
 

@@ -223,7 +223,7 @@ class SpreadTables(Embeddings):
             placed, how = self.placement.tables[name], self._narrowing(name)
             for piece in placed.pieces:
                 pieces_of.setdefault(name, []).append(len(wire))
-                whole = WirePiece(name, piece, table.rows is None, placed.kind == "data_parallel")
+                whole = WirePiece(name, piece, table.rows, placed.kind == "data_parallel")
                 wire.append(whole if how is None else replace(whole, chunk=how.chunk, masked=how.masked))
         tiers = {}
         for name in self.copies:
@@ -367,7 +367,7 @@ class SpreadTables(Embeddings):
             sent, hop = journey.asked[0].sent, part.exchange.hops[0]
             totals, copied = sent.sum(0), part.copied
             here = np.where(copied, 1 / self.mesh.world, sent[hop.link.place] / np.maximum(totals, 1))
-            each = (1 - here) * ids[part.tables] * (8 + wire * hop.widths)
+            each = (1 - here) * ids[part.tables] * (hop.id_bytes + wire * hop.widths)
             self._repeated_bytes += float(each[part.spread & (copied | (totals > 0))].sum())
 
     @contextmanager

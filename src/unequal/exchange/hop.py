@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Backend
+from ..plan.parts import ID, id_bytes
 from ..plan.placement import Codec, Piece, part_of
 from .codecs import DTYPES, decode, encode, wire_size
 from .mesh import Ints, Link
@@ -42,7 +43,8 @@ class WirePiece:
 
     table: str
     piece: Piece
-    hashed: bool
+    rows: int | None
+    """ids are below it; None: they may be anything"""
     replicated: bool = False
     """every rank holds all of it: ids and gradients go to all, and no row travels"""
     tier: int = GLOBAL
@@ -55,6 +57,10 @@ class WirePiece:
     @property
     def width(self) -> int:
         return self.piece.width
+
+    @property
+    def hashed(self) -> bool:
+        return self.rows is None
 
 
 @dataclass(slots=True)
@@ -99,6 +105,9 @@ class Hop:
         for p, targets in enumerate(self._targets):
             self.holds[targets[targets >= 0].numpy(), p] = True
         self.widths = np.array([piece.width for piece in pieces], np.int64)
+        # What goes nowhere stays as it is.
+        self.id_bytes = np.array([id_bytes(piece.rows) if link.size > 1 else ID for piece in pieces], np.int64)
+        """of an id of each piece on the wire"""
         self.replicated = np.array([piece.replicated for piece in pieces], bool)
         self.near = np.array([piece.tier <= near for piece in pieces], bool)
         self.silent = self.replicated | self.near
@@ -113,8 +122,10 @@ class Hop:
         # Next to each other lie also those that are spread over as many ranks: slots are then found for all of them at once.
         self.order = sorted(
             range(len(pieces)),
-            key=lambda p: (self.silent[p], self.replicated[p], self.widths[p], len(pieces[p].piece.ranks), p),
-        )
+            key=lambda p: (
+                self.silent[p], self.replicated[p], self.widths[p], len(pieces[p].piece.ranks), self.id_bytes[p], p
+            ),
+        )  # fmt: skip
         held = {
             width: (self.widths == width) & (~self.silent | self.near) for width in sorted(set(self.widths.tolist()))
         }
@@ -138,7 +149,7 @@ class Hop:
             if way is None:
                 return None
             group = -1 if self.silent[p] else widths.index(piece.width)
-            ways.append((len(targets), *way, piece.hashed, group))
+            ways.append((len(targets), *way, piece.hashed, group, int(self.id_bytes[p])))
         return self.kernels.Dealer(ways, self.order, self.link.size)
 
     def blocks(self, counts: Ints, rows: bool) -> list[tuple[int, int, int]]:
@@ -160,9 +171,10 @@ class Hop:
         """Sends every distinct id of every piece to the rank that answers for it. `header`: a few numbers for every rank; those
         of the others are given back, [ranks, numbers]."""
         if self._dealer is not None:
-            ids, sent, first, places = self._dealer.deal(distinct)
+            message, sent, first, places = self._dealer.deal(distinct)
             received, headers = self._tell(sent, header)
-            landed = self.link.all_to_all(ids, sent.sum(1), received.sum(1))
+            landed = self.link.all_to_all(message, sent @ self.id_bytes, received @ self.id_bytes)
+            landed = self.kernels.widen_ids(landed, self._id_runs(received).reshape(-1, 2))
             return Asked(sent, received, landed, None, places, first, {}), headers
         size = self.link.size
         sent = np.zeros((size, len(self.pieces)), np.int64)
@@ -195,20 +207,15 @@ class Hop:
             times = counts[p]
             if self.counted and times is not None:
                 sorted_counts[p] = times if order is None else times[order]
-        received, headers = self._tell(sent, header)
-        ids = self._message(sorted_ids, sent)
-        per_rank = sent.sum(1), received.sum(1)
-        read: Tensor | None = None
         if self.counted:
             # Those of tiers are not counted where their tables give every id a row.
             for p, part in enumerate(sorted_ids):
                 if part is not None and sorted_counts[p] is None:
                     sorted_counts[p] = torch.ones_like(part)
-            both = torch.stack([ids, self._message(sorted_counts, sent)], 1)
-            landed, told_times = self.link.all_to_all(both, *per_rank).unbind(1)
-            landed, read = landed.contiguous(), told_times.contiguous()
-        else:
-            landed = self.link.all_to_all(ids, *per_rank)
+            header = np.append(header, _bytes_of(sorted_counts))
+        received, headers = self._tell(sent, header)
+        landed, read = self._send_ids(sorted_ids, sorted_counts, sent, received, header, headers)
+        headers = headers[:, :-1] if self.counted else headers
         first = self._find_first(sent)
         near = {p: part for p, part in enumerate(sorted_ids) if part is not None and self.near[p]}
         return Asked(sent, received, landed, read, self._find_places(orders, sent, first), first, near), headers
@@ -219,15 +226,44 @@ class Hop:
         came = self.link.all_to_all_counts(told)
         return came[:, header.size :], came[:, : header.size]
 
-    def _message(self, parts: Sequence[Tensor | None], sent: Ints) -> Tensor:
-        """Parts that are sorted by rank, piece by piece, as a message: by rank, then by piece."""
+    def _send_ids(
+        self, ids: Sequence[Tensor | None], counts: Sequence[Tensor | None], sent: Ints, received: Ints, header: Ints,
+        headers: Ints,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Parts that are sorted by rank, piece by piece, as a message: by rank, then by piece; behind the ids for a rank how
+        often they were read, where that is told, in as many bytes as the last number of the header says."""
+        blocks, runs = self._id_blocks(ids, sent), self._id_runs(received)
+        sizes = sent @ self.id_bytes, received @ self.id_bytes
+        if self.counted:
+            times = self._id_blocks(counts, sent)
+            for of_rank, read in zip(blocks, times):
+                of_rank += [(part, int(header[-1])) for part, _ in read]
+            asked = received.sum(1)
+            runs = np.concatenate([runs, np.stack([asked, headers[:, -1]], 1)[:, None]], 1)
+            sizes = sizes[0] + sent.sum(1) * header[-1], sizes[1] + asked * headers[:, -1]
+        message = self.kernels.narrow_ids([block for of_rank in blocks for block in of_rank], self.device)
+        landed = self.kernels.widen_ids(self.link.all_to_all(message, *sizes), runs.reshape(-1, 2))
+        if not self.counted:
+            return landed, None
+        both = torch.split(landed, np.repeat(asked, 2).tolist())
+        return torch.cat(both[::2]), torch.cat(both[1::2])
+
+    def _id_blocks(self, parts: Sequence[Tensor | None], sent: Ints) -> list[list[tuple[Tensor, int]]]:
+        """By rank: the blocks of a message to it, and the bytes of an id of each."""
         splits: dict[int, Sequence[Tensor]] = {
             p: [part] * len(sent) if self.replicated[p] else torch.split(part, sent[:, p].tolist())
             for p, part in enumerate(parts)
             if part is not None
         }
-        blocks = [splits[p][k] for k, p, _ in self.blocks(sent, rows=False)]
-        return torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64, device=self.device)
+        found: list[list[tuple[Tensor, int]]] = [[] for _ in range(self.link.size)]
+        for k, p, _ in self.blocks(sent, rows=False):
+            found[k].append((splits[p][k], int(self.id_bytes[p])))
+        return found
+
+    def _id_runs(self, received: Ints) -> Ints:
+        """[ranks, pieces, 2]: how many ids the blocks of a message have, and the bytes of one."""
+        counts = received[:, self.order]
+        return np.stack([counts, np.broadcast_to(self.id_bytes[self.order], counts.shape)], 2)
 
     def _find_first(self, sent: Ints) -> Ints:
         """Where each block's rows will begin among those of their width: what comes, in the message's order, then the rest."""
@@ -390,6 +426,11 @@ class Hop:
         wire = encode(flat, runs(sent), codec)
         assert wire.dtype == DTYPES[codec]
         return decode(self.link.all_to_all(wire, sizes(sent), sizes(received)), runs(received), codec)
+
+
+def _bytes_of(counts: Sequence[Tensor | None]) -> int:
+    """That the largest needs."""
+    return id_bytes(max((int(part.max()) for part in counts if part is not None and part.numel()), default=0) + 1)
 
 
 def _way(targets: Sequence[int]) -> tuple[int, Ints] | None:

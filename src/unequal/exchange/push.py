@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan.parts import id_bytes
 from ..plan.placement import Codec
 from ..storage.copies import Copies, NarrowCopies
 from .codecs import DTYPES, decode, encode, wire_size
@@ -19,15 +20,13 @@ from .hop import REPLICATED
 from .mesh import Ints, Link, Mesh
 from .narrow import Run
 
-NUMBER = torch.int32
-"""how a row is named: by its number among those that have copies"""
-
 
 @dataclass(slots=True)
 class Changed:
     """Rows of one table that have new values."""
 
     numbers: Tensor
+    """among those that have copies"""
     wire: Tensor
     """flat: as they travel, so that all copies get the same bits, on every way"""
 
@@ -38,6 +37,7 @@ class Push:
 
     def __init__(self, mesh: Mesh, copies: Mapping[str, Copies], codec: Codec, device: torch.device) -> None:
         self.mesh, self.copies, self.codec, self.device = mesh, list(copies.values()), codec, device
+        self._number_bytes = np.array([id_bytes(own.cuts[-1]) for own in self.copies], np.int64)
         self._apart = mesh.apart()
         # One after the other on a GPU: its kernels and collectives have one order there.
         self._thread = ThreadPoolExecutor(1, "push") if device.type == "cpu" and mesh.world > 1 else None
@@ -94,7 +94,7 @@ class Push:
         # Of rows that differ in width, how many there are does not say how long they are.
         counts += [wire.numel() for wire, copies in zip(wires, self.copies) if isinstance(copies, NarrowCopies)]
         told = link.all_to_all_counts(np.where(others[:, None], np.array(counts, np.int64), 0))
-        own = torch.cat([part.numbers.to(NUMBER).view(DTYPES[self.codec]) for part in changed] + wires)
+        own = torch.cat([*wires, self._named([part.numbers for part in changed])])
         sizes = [self._size(n) for n in told]
         message = torch.cat([own] * int(others.sum())) if others.any() else own[:0]
         came = link.all_to_all(message, np.where(others, own.numel(), 0), np.array(sizes, np.int64))
@@ -117,10 +117,12 @@ class Push:
             values = decode(part.wire, [(count, width)], self.codec)
         copies.write(part.numbers, values.view(count, width))
 
-    @property
-    def _per_number(self) -> int:
-        """Elements of the wire's dtype that a number takes: its bits travel as they are."""
-        return NUMBER.itemsize // DTYPES[self.codec].itemsize
+    def _named(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The end of a message: which rows it has, in elements of the wire's dtype."""
+        blocks = list(zip(numbers, self._number_bytes.tolist()))
+        heads: Tensor = self.copies[0].kernels.narrow_ids(blocks, self.device)
+        item = DTYPES[self.codec].itemsize
+        return torch.nn.functional.pad(heads, (0, -heads.numel() % item)).view(DTYPES[self.codec])
 
     def _lengths(self, counts: Ints) -> list[int]:
         """Elements of each table's rows in a message with these counts."""
@@ -133,18 +135,16 @@ class Push:
         ]
 
     def _size(self, counts: Ints) -> int:
-        return int(counts[: len(self.copies)].sum()) * self._per_number + sum(self._lengths(counts))
+        named = int(counts[: len(self.copies)] @ self._number_bytes)
+        return sum(self._lengths(counts)) + -(-named // DTYPES[self.codec].itemsize)
 
     def _unpack(self, message: Tensor, counts: Ints) -> list[tuple[int, Changed]]:
-        heads = [int(n) * self._per_number for n in counts[: len(self.copies)]]
-        parts = torch.split(message, [*heads, *self._lengths(counts)])
-        found = []
-        for k, n in enumerate(counts[: len(self.copies)]):
-            if n:
-                # A copy: the part of a message may begin where an int32 must not.
-                numbers = parts[k].clone().view(NUMBER).to(torch.int64)
-                found.append((k, Changed(numbers, parts[len(heads) + k])))
-        return found
+        lengths, rows = self._lengths(counts), counts[: len(self.copies)]
+        *wires, heads = torch.split(message, [*lengths, message.numel() - sum(lengths)])
+        runs = np.stack([rows, self._number_bytes], 1)
+        named = heads.contiguous().view(torch.uint8)[: int(runs.prod(1).sum())]
+        numbers = torch.split(self.copies[0].kernels.widen_ids(named, runs), rows.tolist())
+        return [(k, Changed(numbers[k], wires[k])) for k, n in enumerate(rows) if n]
 
     def _live(self, copies: NarrowCopies, numbers: Tensor) -> tuple[Tensor, Run]:
         """Which chunks rows have. All ranks know how wide rows with copies are."""

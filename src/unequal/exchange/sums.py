@@ -12,6 +12,7 @@ from torch import Tensor
 from ..batch import offsets_of
 from ..kernels import Backend
 from ..kernels.request import FeatureSpec, FeatureSpecs, Request
+from ..plan.parts import ID, id_bytes
 from ..plan.placement import Codec
 from ..storage import Storage
 from .codecs import decode, encode, wire_size
@@ -74,6 +75,8 @@ class SumExchange:
             [j for j, part in enumerate(parts) if rank in part.piece.piece.ranks] for rank in range(mesh.world)
         ]
         self.held = self.held_by[mesh.rank]
+        # What goes nowhere stays as it is.
+        self._id_bytes = np.array([id_bytes(part.piece.rows) if mesh.world > 1 else ID for part in parts], np.int64)
         self.tables = list(dict.fromkeys((parts[j].piece.table, parts[j].piece.piece) for j in self.held))
         """which shards are read here"""
         self._widths = [[parts[j].width for j in held] for held in self.held_by]
@@ -96,14 +99,27 @@ class SumExchange:
         counts = np.array([[size, *(piece[2][k] for piece in pieces)] for k in range(world)], np.int64)
         came = self.mesh.everyone.all_to_all_counts(counts)
         sizes, received = came[:, 0], came[:, 1:][:, self.held]
-        message = []
-        for k in range(world):
-            message += [pieces[j][1][k] for j in self.held_by[k]] + [pieces[j][0][k] for j in self.held_by[k]]
-        sent = [size * len(held) + int(counts[k, 1:][held].sum()) for k, held in enumerate(self.held_by)]
-        expected = sizes * len(self.held) + received.sum(1)
-        flat = torch.cat(message) if message else torch.empty(0, dtype=torch.int64, device=self.device)
-        landed = self.mesh.everyone.all_to_all(flat, np.array(sent, np.int64), expected)
+        blocks: list[tuple[Tensor, int]] = []
+        sent = np.zeros(world, np.int64)
+        for k, held in enumerate(self.held_by):
+            runs = self._runs_of_ids(size, counts[k, 1:][held], held)
+            of_rank = [pieces[j][1][k] for j in held] + [pieces[j][0][k] for j in held]
+            blocks += zip(of_rank, runs[:, 1].tolist())
+            sent[k] = runs.prod(1).sum()
+        expected = [self._runs_of_ids(size_of, of_rank, self.held) for size_of, of_rank in zip(sizes, received)]
+        message = self.kernels.narrow_ids(blocks, self.device)
+        landed = self.mesh.everyone.all_to_all(
+            message, sent, np.array([runs.prod(1).sum() for runs in expected], np.int64)
+        )
+        landed = self.kernels.widen_ids(landed, np.concatenate(expected))
         return self._arrange(landed, sizes, received)
+
+    def _runs_of_ids(self, size: int, counts: Ints, held: Sequence[int]) -> Ints:
+        """[blocks, 2]: how many numbers the blocks of a message have, and the bytes of one: of each feature the lengths, which
+        are no more than the ids it has in all, then of each the ids."""
+        lengths = [(size, id_bytes(int(count) + 1) if self.mesh.world > 1 else ID) for count in counts]
+        ids = zip(counts.tolist(), self._id_bytes[held].tolist())
+        return np.array([*lengths, *ids], np.int64).reshape(-1, 2)
 
     def _arrange(self, landed: Tensor, sizes: Ints, received: Ints) -> Delivered:
         """By feature what came by rank: first the lengths of all features, then their ids. `received`: [ranks, features]."""

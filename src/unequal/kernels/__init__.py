@@ -8,6 +8,8 @@ unique(ids)                                distinct ids, inverse, counts
 offsets(lengths)                           where lists start, and the smallest length (CPU only)
 route(ids, directory, cuts, ...)           ids sorted by tier and by the rank that answers, and how many each has
 deal_bags(ids, lengths, parts, hashed)     bags dealt out by part, with the lengths of each part's share of them
+narrow_ids(blocks, device)                 the message in which ids travel, in as many bytes as they need
+widen_ids(message, runs)                   and back
 unique_tables(ids, spans, tables)          `unique` for all tables of a step (CPU only)
 Dealer(ways, order, ranks)                 the messages in which ids go to the ranks that answer for them (CPU only)
 follow_places(numbers, spans, out)         of every lookup the place of its row (CPU only)
@@ -67,6 +69,8 @@ class Backend:
     HashDirectory: Callable[..., Any]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    narrow_ids: Callable[..., torch.Tensor]
+    widen_ids: Callable[..., torch.Tensor]
     NarrowDirectory: Any = None
     follow: Any = None
     lay_out: Any = None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from .memory import ID_BYTES, LOOKUP_BYTES, STATISTICS, directory_bytes, exchange_bytes, slab_rows
-from .parts import DEAL, ID, LINE, LOCATE, MEMORY, SECONDS, Part, row_bytes
+from .parts import DEAL, ID, LINE, LOCATE, MEMORY, SECONDS, Part, id_bytes, row_bytes
 from .placement import Codec, TablePlacement, Tiers, Unique
 from .popularity import StepReads
 from .shape import Cut, Shapes, Told
@@ -46,6 +46,8 @@ STATISTICS_HOST = 4
 """How many times it is that for a piece held here whose rows' statistics must be brought together."""
 TIERED_PIECES = 2
 """pieces whose work for the host a table with copies makes: rows of owners, and copies"""
+COUNT = 2
+"""Bytes that tell how often an id was read, where that is told: up to 65,535 times by a rank or a node."""
 BLOCK = 0.25
 """Of the host's work for a piece: that for a block of it in a message that is answered."""
 
@@ -109,6 +111,8 @@ class Numbers:
         self.rows = column(lambda load: load.rows)
         self.entries = column(lambda load: load.entries)
         self.hashed = column(lambda load: load.table.rows is None)
+        self.id = column(lambda load: id_bytes(load.table.rows))
+        """bytes of an id on the wire"""
         self.counted = column(lambda load: load.table.admit_after > 1)
         self.statistics = column(lambda load: load.statistics)
         self.per_row = column(lambda load: load.optimizer.state_bytes_per_row(0))
@@ -233,7 +237,7 @@ class Pricer:
         """Of rows of table k."""
         width = int(tables.dim[k, 0])
         state = float(tables.per_row[k, 0] + tables.per_value[k, 0] * width)
-        kind = RowKind(width, int(tables.item[k, 0]), state, bool(tables.hashed[k, 0]))
+        kind = RowKind(width, int(tables.item[k, 0]), state, bool(tables.hashed[k, 0]), int(tables.id[k, 0]))
         found = self._tier_costs.get(kind)
         if found is None:
             found = self._tier_costs[kind] = TierCosts(self.setting, kind)
@@ -272,7 +276,7 @@ class Pricer:
             between, answered = np.zeros(1), of_rank * (own * self.world)
             asked = of_rank * cut.pieces
         forward, backward = row_bytes(cut.width, setting.forward), row_bytes(cut.width, setting.backward)
-        self._link(cost, inside, across, forward, ID * (1 + tables.counted) + backward)
+        self._link(cost, inside, across, forward, tables.id + COUNT * tables.counted + backward)
 
         wide = 4 * cut.width
         cost[Part.READ] += self._reads(tables, cut.width, answered, tables.all * own) + between * (wide / rates.copies)
@@ -292,8 +296,10 @@ class Pricer:
         inside = vectors * (near - owners), vectors * (owners * (self.size - 1))
         across = vectors * (owners.sum() - near), vectors * (owners * (self.world - self.size))
         forward, backward = row_bytes(cut.width, setting.forward), row_bytes(cut.width, setting.backward)
-        per_vector = tables.lookups * ID / cut.parts / np.maximum(1, vectors)
-        self._link(cost, inside, across, forward, backward + ID + per_vector)
+        per_vector = tables.lookups / cut.parts / np.maximum(1, vectors)
+        # A bag's length goes with its ids, in as many bytes as the number of all ids of its message needs.
+        length = np.ceil(np.log2(np.maximum(1, per_vector * setting.share) + 1) / 8)
+        self._link(cost, inside, across, forward, backward + length + per_vector * tables.id)
 
         looked_up = tables.lookups * (self.world * cut.held)
         moved = vectors * (self.world * owners + cut.parts * cut.pieces)
@@ -312,7 +318,7 @@ class Pricer:
         """Rows are read where they are; ids and gradients go to everyone, in one hop."""
         rates, one, backward = self.topology.compute, np.ones(self.world), row_bytes(dim, self.setting.backward)
         inside, across = tables.rank * ((self.size - 1) * one), tables.rank * ((self.world - self.size) * one)
-        self._link(cost, (inside, inside), (across, across), 0.0, ID * (1 + tables.counted) + backward)
+        self._link(cost, (inside, inside), (across, across), 0.0, tables.id + COUNT * tables.counted + backward)
         came = tables.rank * self.world
         cost[Part.INDEX] += (tables.lookups + came * LOCATE) * ID / rates.ids
         cost[Part.READ] += self._reads(tables, dim, tables.lookups, tables.rank)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from .placement import Codec
 
 ID = 8
+"""bytes of an id in memory, and of one that may be anything on the wire"""
 LINE = 64
 """What finding a row costs beside its own bytes: a cache line and its page. An update finds row and state."""
 DEAL = 2
@@ -59,3 +60,8 @@ MEMORY = slice(Part.WEIGHTS, Part.INPUTS + 1)
 def row_bytes(width: int, codec: Codec) -> float:
     """Of one row on the wire."""
     return {"fp32": 4 * width, "fp16": 2 * width, "bf16": 2 * width, "int8": width + 4}[codec]
+
+
+def id_bytes(rows: int | None) -> int:
+    """Of an id on the wire, where a table has so many rows, or any; also of another number below `rows`."""
+    return ID if rows is None else max(1, -(-(rows - 1).bit_length() // 8))

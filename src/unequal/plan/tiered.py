@@ -22,8 +22,9 @@ PUSH = 0.76
 """Of the time that new rows take to their copies, the share that a step still pays. It runs beside the rest of the step, but
 links that are busy with it are not free for others, and what is not through when the next forward begins is waited for.
 Measured on the test cluster (benchmarks/tiers.py, "push"): the median of six, 0.38 to 0.82."""
-NUMBER = 4
-"""bytes by which a row is named on its way to its copies: its number among those that have some"""
+NUMBER = 3
+"""Bytes at most by which a row is named on its way to its copies: its number among those that have some, of which there are
+hardly ever more than 16 million."""
 
 
 class Tier(IntEnum):
@@ -53,6 +54,13 @@ class RowKind:
     state: float
     """bytes of optimizer state of a row"""
     hashed: bool
+    id: int
+    """bytes of an id on the wire"""
+
+    @property
+    def number(self) -> int:
+        """bytes of its number among rows with copies"""
+        return min(self.id, NUMBER)
 
     @property
     def row(self) -> int:
@@ -113,11 +121,11 @@ class TierCosts:
         # A node row is asked for and answered inside the node; a replicated one is read where it is.
         asks = tier == Tier.NODE
         _both(parts, Part.ROWS_SENT_INSIDE, near * (forward * asks))
-        _both(parts, Part.BACK_SENT_INSIDE, near * (ID + backward))
-        _both(parts, Part.BACK_SENT_ACROSS, node * ((nodes - 1) / world * (ID + backward)))
+        _both(parts, Part.BACK_SENT_INSIDE, near * (kind.id + backward))
+        _both(parts, Part.BACK_SENT_ACROSS, node * ((nodes - 1) / world * (kind.id + backward)))
         lane, fellows = every * ((nodes - 1) / world), every * (0 if asks else 1 - 1 / size)
-        _both(parts, Part.PUSH_SENT_ACROSS, lane * (NUMBER + forward))
-        _both(parts, Part.PUSH_SENT_INSIDE, fellows * (NUMBER + forward))
+        _both(parts, Part.PUSH_SENT_ACROSS, lane * (kind.number + forward))
+        _both(parts, Part.PUSH_SENT_INSIDE, fellows * (kind.number + forward))
 
         first = node / size if asks else rank
         parts[Part.READ] = self._first_reads(first) + (rank - first) * (kind.row / rates.copies)
@@ -146,7 +154,7 @@ class TierCosts:
 
     def _link(self, tier: Tier, inside: Floats, across: Floats) -> None:
         forward = row_bytes(self.kind.width, self.setting.forward)
-        backward = ID + row_bytes(self.kind.width, self.setting.backward)
+        backward = self.kind.id + row_bytes(self.kind.width, self.setting.backward)
         _both(self.parts[tier], Part.ROWS_SENT_INSIDE, inside * forward)
         _both(self.parts[tier], Part.ROWS_SENT_ACROSS, across * forward)
         _both(self.parts[tier], Part.BACK_SENT_INSIDE, inside * backward)

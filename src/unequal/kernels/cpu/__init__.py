@@ -2,6 +2,7 @@
 
 from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
+from .ids import narrow_ids, widen_ids
 from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, lay_out, order_by_id, place, rebuild, worth
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
@@ -30,6 +31,7 @@ __all__ = [
     "initialize",
     "lay_out",
     "lookup",
+    "narrow_ids",
     "offsets",
     "order_by_id",
     "pack",
@@ -45,6 +47,7 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "worth",
     "write_rows",
 ]

@@ -49,9 +49,10 @@ def unique_tables(ids: Tensor, spans: Ints, tables: Ints) -> tuple[int | None, l
     return None, list(zip(*parts)), inverse
 
 
-Way = tuple[int, int, Ints, bool, int]
-"""Where the ids of a piece go: parts, divisor, places, hashed, group. An id's rank is places[part // divisor % their number];
-without places ids go to all ranks. Rows of a group lie in one matrix; -1: no row of the piece travels."""
+Way = tuple[int, int, Ints, bool, int, int]
+"""Where the ids of a piece go: parts, divisor, places, hashed, group, bytes. An id's rank is places[part // divisor % their
+number]; without places ids go to all ranks. Rows of a group lie in one matrix; -1: no row of the piece travels. An id has so many
+bytes in the message."""
 
 
 class Dealer:
@@ -61,26 +62,27 @@ class Dealer:
         """`order`: of the pieces in a message to a rank."""
         self._ways, self._ranks = list(ways), ranks
         self._order = np.array(order, np.int64)
-        self._groups = max((way[-1] for way in ways), default=-1) + 1
+        self._groups = max((way[4] for way in ways), default=-1) + 1
         self._fixed = np.array(
             [
-                (0, 0, parts, divisor, len(places), places.ctypes.data, hashed, group)
-                for parts, divisor, places, hashed, group in self._ways
+                (0, 0, parts, divisor, len(places), places.ctypes.data, hashed, group, size)
+                for parts, divisor, places, hashed, group, size in self._ways
             ],
             np.int64,
-        ).reshape(-1, 8)
-        self._copies = np.array([1 if len(way[2]) else ranks for way in self._ways], np.int64)
+        ).reshape(-1, 9)
+        self._bytes = np.array([way[5] * (1 if len(way[2]) else ranks) for way in self._ways], np.int64)
+        """of an id of each piece, in the messages to all ranks"""
 
     def deal(self, distinct: Sequence[Tensor | None]) -> tuple[Tensor, Ints, Ints, list[Tensor | None]]:
-        """(message, sent, first, places): the ids by rank, then by piece; [ranks, pieces] how many each has, and where their rows
-        will begin in the matrix of their group; and per piece where each id's row will lie there, or the id's number for one
-        that goes to all ranks."""
+        """(message, sent, first, places): the bytes of the ids by rank, then by piece; [ranks, pieces] how many ids each has, and
+        where their rows will begin in the matrix of their group; and per piece where each id's row will lie there, or the id's
+        number for one that goes to all ranks."""
         kept = [None if ids is None else ids.contiguous() for ids in distinct]
         counts = np.array([0 if ids is None else ids.numel() for ids in kept], np.int64)
         described = self._fixed.copy()
         described[:, 0] = [0 if ids is None else ids.data_ptr() for ids in kept]
         described[:, 1] = counts
-        message = torch.empty(int((counts * self._copies).sum()), dtype=torch.int64)
+        message = torch.empty(int((counts * self._bytes).sum()), dtype=torch.uint8)
         places = torch.empty(int(counts.sum()), dtype=torch.int64)
         sent, first = (np.empty((self._ranks, len(self._ways)), np.int64) for _ in range(2))
         failed = native_library().uq_deal_rows(

@@ -1,6 +1,7 @@
 """The reference kernels: plain torch, one table and one feature at a time. What the fast kernels are compared with."""
 
 from .hash import HashDirectory
+from .ids import narrow_ids, widen_ids
 from .initialize import initialize
 from .lookup import lookup
 from .narrow import NarrowDirectory, bucket_of, follow, lay_out, place, rebuild
@@ -21,6 +22,7 @@ __all__ = [
     "initialize",
     "lay_out",
     "lookup",
+    "narrow_ids",
     "offsets",
     "pack",
     "packed_sizes",
@@ -34,5 +36,6 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "write_rows",
 ]

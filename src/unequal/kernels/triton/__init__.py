@@ -1,5 +1,6 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
+from ..reference.ids import narrow_ids, widen_ids
 from ..reference.narrow import lay_out
 from ..reference.pack import pack, packed_sizes, unpack, used_chunks
 from ..reference.route import deal_bags
@@ -28,6 +29,7 @@ __all__ = [
     "lay_out",
     "locate_all",
     "lookup",
+    "narrow_ids",
     "pack",
     "packed_sizes",
     "place",
@@ -38,5 +40,6 @@ __all__ = [
     "unpack",
     "update",
     "used_chunks",
+    "widen_ids",
     "write_rows",
 ]
