@@ -311,10 +311,11 @@ struct FoundIn {
   int64_t capacity;
   int64_t rows;      // ids are below it; -1: any are right
   int64_t first, last;  // its features
-  int64_t* keys;     // null: ids without a row are not followed
+  int64_t* keys;
   float* utilities;
   int32_t* stamps;
-  int64_t buckets, each, class_bits, step;
+  int64_t buckets;   // 0: every id has the candidate of its own number
+  int64_t each, class_bits, step;
 };
 struct Found {
   int64_t table;
@@ -374,7 +375,13 @@ UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count,
         missing += features[f].missing;
         parts.push_back({ids + features[f].first, features[f].count, slots + features[f].first});
       }
-      if (!missing || !table.keys) continue;
+      if (!missing) continue;
+      if (!table.buckets) {
+        for (const Ids& part : parts)
+          for (int64_t i = 0; i < part.count; ++i)
+            part.slots[i] = part.slots[i] < 0 ? part.ids[i] << table.class_bits : part.slots[i];
+        continue;
+      }
       follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits,
              parts.data(), int64_t(parts.size()));
     } catch (const std::bad_alloc&) {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .narrow import INDEX_BITS, NOBODY, NarrowStorage
+from .narrow import INDEX_BITS, NarrowStorage
 
 
 def listed(storage: NarrowStorage) -> Tensor:
@@ -54,9 +54,8 @@ def _copied(words: Tensor) -> Tensor:
 
 def candidates(storage: NarrowStorage) -> tuple[Tensor, Tensor, Tensor]:
     """Ids that are followed without a row, their places in the table of candidates, and their utilities."""
-    utilities = storage.records.slabs[0][0]
-    places = (utilities[:, 0] >= 0).nonzero()[:, 0]
-    return storage.followed[places], places, utilities[places]
+    places, ids = storage.candidates()
+    return ids, places, storage.records.slabs[0][0][places]
 
 
 class Filling:
@@ -121,10 +120,7 @@ class Filling:
             unknown = storage.directory.find(ids) < 0  # some have got a row since they were followed
             storage._follow_instead((ids[unknown], utilities[unknown]))
         else:
-            table, places = storage.records.slabs[0][0], places.to(device)
-            table.fill_(NOBODY)
-            table[places] = utilities
-            storage.followed[places] = ids
+            storage.put_candidates(places.to(device), ids, utilities)
         storage.records.gain = gain
         storage.generation += 1
         storage._changed()

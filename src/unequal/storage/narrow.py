@@ -20,7 +20,7 @@ from ..kernels import Backend
 from ..kernels.request import WAYS, Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
-from .memory import own_pages
+from .memory import own_pages, zeros
 from .tables import Storage
 
 P = ParamSpec("P")
@@ -62,6 +62,8 @@ class Narrowing:
     candidates: int
     decay: float
     """of utilities, per step"""
+    by_id: bool = False
+    """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
     purse: Purse = field(default_factory=Purse)
 
 
@@ -97,6 +99,9 @@ def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
 class NarrowStorage(Storage):
     """Rows of a table, each as wide as it is. `rows.records` is what the kernels see."""
 
+    part, of = 0, 1
+    """ids part, part + of, part + 2·of … are its own, where ids are bounded"""
+
     def __init__(
         self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device, how: Narrowing
     ) -> None:
@@ -118,8 +123,15 @@ class NarrowStorage(Storage):
         for slabs in records.slabs:
             slabs.clear()
         places = max(1, self.how.candidates // WAYS) * WAYS
-        records.slabs[0].append(torch.full((places, records.utilities), NOBODY, device=self.device))
+        if self.how.by_id:
+            assert self.table.rows is not None
+            own = max(1, -(-(self.table.rows - self.part) // self.of))
+            records.slabs[0].append(zeros((own, records.utilities), torch.float32, self.device))
+            places = 0
+        else:
+            records.slabs[0].append(torch.full((places, records.utilities), NOBODY, device=self.device))
         self.followed = torch.zeros(places, dtype=torch.int64, device=self.device)
+        """by place; nothing where places are those of the ids"""
         self._stamps = torch.zeros(places, dtype=torch.int32, device=self.device)
         self._clock = 0
         self.counts = [0] * (records.chunks + 1)
@@ -168,9 +180,35 @@ class NarrowStorage(Storage):
         if self.affords_rows:
             self.admit_missing(ids, slots)
         if records.kind:
-            utilities = records.slabs[0][0]
-            self.kernels.follow(self.followed, utilities, self._stamps, self._clock, records.class_bits, ids, slots)
+            self.follow(ids, slots)
         return slots
+
+    def follow(self, ids: Tensor, slots: Tensor) -> None:
+        """Gives ids without a row (slot -1) the slots of their candidates."""
+        records = self.records
+        if self.how.by_id:
+            numbers = ids if self.of == 1 else torch.div(ids, self.of, rounding_mode="floor")
+            torch.where(slots < 0, numbers << records.class_bits, slots, out=slots)
+        else:
+            table = records.slabs[0][0]
+            self.kernels.follow(self.followed, table, self._stamps, self._clock, records.class_bits, ids, slots)
+
+    def candidates(self) -> tuple[Tensor, Tensor]:
+        """Places that are in use among the candidates, and whose they are."""
+        table = self.records.slabs[0][0]
+        if self.how.by_id:
+            places = (table > 0).any(1).nonzero()[:, 0]
+            return places, places * self.of + self.part
+        places = (table[:, 0] >= 0).nonzero()[:, 0]
+        return places, self.followed[places]
+
+    def put_candidates(self, places: Tensor, ids: Tensor, utilities: Tensor) -> None:
+        """They alone, at these places."""
+        table = self.records.slabs[0][0]
+        table.fill_(0.0 if self.how.by_id else NOBODY)
+        table[places] = utilities
+        if not self.how.by_id:
+            self.followed[places] = ids
 
     def admit_missing(self, ids: Tensor, slots: Tensor) -> None:
         """Rows for ids whose slot is -1, the smallest first, while the purse lasts."""
@@ -248,12 +286,13 @@ class NarrowStorage(Storage):
         ids, order = ids.sort()  # so that it does not matter how the directory lies
         slots = slots[order]
         utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
-        known = (records.slabs[0][0][:, 0] >= 0).nonzero()[:, 0]
-        known = known[self.directory.find(self.followed[known]) < 0]  # some have got a row since
-        known = known[self.followed[known].argsort()]
+        known, names = self.candidates()
+        rowless = self.directory.find(names) < 0  # some have got a row since
+        names, order = names[rowless].sort()
+        known = known[rowless][order]
         fade = 1 / records.gain
         return Census(
-            torch.cat([ids, self.followed[known]]),
+            torch.cat([ids, names]),
             torch.cat([slots, known << records.class_bits]),
             # A training that has diverged must not take the rows with it.
             torch.nan_to_num(torch.cat([utilities, records.slabs[0][0][known]]) * fade, nan=0.0, posinf=1e30),
@@ -362,13 +401,14 @@ class NarrowStorage(Storage):
         records.gain = 1.0
 
     def _follow_instead(self, rows: tuple[Tensor, Tensor]) -> None:
-        """The candidates are the most useful of these, as far as their buckets have room."""
+        """The candidates are the most useful of these, as far as there is room."""
         ids, utilities = rows
-        table = self.records.slabs[0][0]
-        table.fill_(NOBODY)
         self._stamps.zero_()
         self._clock = 0
-        buckets = table.shape[0] // WAYS
+        if self.how.by_id:
+            self.put_candidates(torch.div(ids, self.of, rounding_mode="floor"), ids, utilities)
+            return
+        buckets = self.followed.numel() // WAYS
         order = utilities.sum(1).argsort(descending=True, stable=True)
         at = self.kernels.bucket_of(ids[order], buckets)
         by_bucket = at.argsort(stable=True)
@@ -378,8 +418,7 @@ class NarrowStorage(Storage):
         kept = way < WAYS
         places = sorted_at[kept] * WAYS + way[kept]
         chosen = order[by_bucket[kept]]
-        self.followed[places] = ids[chosen]
-        table[places] = utilities[chosen]
+        self.put_candidates(places, ids[chosen], utilities[chosen])
 
     # What it takes, and saving it
 

@@ -154,23 +154,30 @@ class Rounds:
             expected = min(float(table.rows), keep * table.rows * chunks / start)
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
+        candidates, by_id = self._candidates(group, table, keep)
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
-            rows=expected, candidates=self._candidates(group, table, keep), decay=self.width.decay if self.policy.fades else 1.0,
+            rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
             purse=group.purse,
         )  # fmt: skip
 
-    def _candidates(self, group: Group, table: Table, keep: float) -> int:
-        """Half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
+    def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
+        """How many, and whether all ids are, each at its own place: where that takes no more than as many that are hashed. These
+        are half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
         Of a budget in bytes they take a tenth at most."""
+        if not self.policy.kind:
+            return WAYS, False
         share = self.shares[table.name]
         rows = (table.rows if table.rows is not None else 1 << 20) * share
         most = min(int(1.25 * rows) + 8, 1 << 22)
+        own = 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
+        each = 12 + own
         if group.budget.size is not None:
             dims = sum(self.tables[name].dim for name in group.tables)
-            each = 12 + 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
             most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
-        return max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
+        places = max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
+        all_of_them = math.ceil(rows)
+        return (all_of_them, True) if table.rows is not None and all_of_them * own <= places * each else (places, False)
 
     def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
         """The least that can be kept: one chunk of one row in every table."""

@@ -93,8 +93,8 @@ class NarrowDirectory:
 class Finder:
     """Directories and candidates of all tables of a module, so that a batch takes one call. It holds for as long as they do.
 
-    tables: of each its directory, the keys, utilities and stamps of its candidates, and the slots' class bits; readers: which
-    features read it. Features are numbered as the module has them, and lie here table by table."""
+    tables: of each its directory, the keys, utilities and stamps of its candidates (no keys: every id has the candidate of its own
+    number), and the slots' class bits; readers: which features read it. Features are numbered as the module has them, and lie here table by table."""
 
     def __init__(
         self, tables: Sequence[tuple[NarrowDirectory, Tensor, Tensor, Tensor, int]], readers: Sequence[Sequence[int]]
