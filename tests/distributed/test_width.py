@@ -366,7 +366,7 @@ def round_without_memory(rank, world, problem, placement):
     before = {name: part.clone() for name, part in module.state_dict().items() if "utilit" not in name}
     real = NarrowStorage._slab
     if rank == 1:
-        NarrowStorage._slab = lambda self, k: (_ for _ in ()).throw(MemoryError("no memory for a slab"))
+        NarrowStorage._slab = lambda self, k, rows: (_ for _ in ()).throw(MemoryError("no memory for a slab"))
     try:
         with pytest.warns(UserWarning, match="found no memory"):
             report = module._rounds.round(8)

@@ -24,7 +24,10 @@ def batches(count, size=24, seed=0, rows=60):
 
 
 def embeddings(width, optimizer=None, dtype="fp32", seed=0, dim=8, rows=60):
-    first, second = uq.Table("first", rows=rows, dim=dim, dtype=dtype), uq.Table("second", rows=rows, dim=4, dtype=dtype)
+    first, second = (
+        uq.Table("first", rows=rows, dim=dim, dtype=dtype),
+        uq.Table("second", rows=rows, dim=4, dtype=dtype),
+    )
     features = {
         "a": uq.Feature(first, pooling="mean"),
         "b": uq.Feature(second, pooling=None),
@@ -219,11 +222,11 @@ def test_a_round_without_memory_changes_nothing(monkeypatch):
     real = NarrowStorage._slab
     calls = []
 
-    def short(self, k):
+    def short(self, k, rows):
         calls.append(k)
         if len(calls) > 1:
             raise MemoryError("no memory for a slab")
-        return real(self, k)
+        return real(self, k, rows)
 
     monkeypatch.setattr(NarrowStorage, "_slab", short)
     assert module._rounds is not None
@@ -236,6 +239,30 @@ def test_a_round_without_memory_changes_nothing(monkeypatch):
         {k: v for k, v in after.items() if "utilit" not in k}, {k: v for k, v in before.items() if "utilit" not in k}
     )
     train(module, batches(4, seed=3))
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_slabs_have_nothing_to_spare_after_a_round(monkeypatch, kernels):
+    """And room again for new rows before the next."""
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+    module = embeddings(uq.Width(budget="60%", every=4), rows=2000)
+    held = []
+    for batch in batches(12, size=128, rows=2000):
+        train(module, [batch])
+        storage = module._storages["first"]
+        assert isinstance(storage, NarrowStorage)
+        records = storage.records
+        held.append([sum(slab.shape[0] for slab in slabs) for slabs in records.slabs[1:]])
+        assert all(room >= count for room, count in zip(held[-1], storage.counts[1:]))
+        assert all(slab.shape[0] == 1 << records.slab_log2 for slabs in records.slabs[1:] for slab in slabs[:-1])
+        if len(held) % 4 == 0:
+            assert held[-1] == storage.counts[1:] and sum(held[-1]) > 100
+    assert (
+        sum(storage.memory().values())
+        == sum(count * 4 * int(words) for count, words in zip(storage.counts[1:], records.layout[1:, 5]))
+        + storage.directory.bytes
+        + 4 * 2000
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -164,7 +164,7 @@ def test_a_round_without_device_memory_changes_nothing(monkeypatch):
     train(module, batches(3, size=8))
     before = module.state_dict()
 
-    def short(self, k):
+    def short(self, k, rows):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(NarrowStorage, "_slab", short)

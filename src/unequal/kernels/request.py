@@ -53,7 +53,7 @@ class Records:
     kind: int
     """what they add up: 1 gradient norms, 2 reads, 3 their product, 0 nothing"""
     slab_log2: int
-    """every slab has 2^slab_log2 rows"""
+    """every slab has 2^slab_log2 rows, but the last of a class may have fewer"""
     layout: Ints
     """[classes, 6]: values of a row, then in words of 4 bytes where its states, utility and mask begin, and its size"""
     slabs: list[list[Tensor]]

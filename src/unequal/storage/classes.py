@@ -72,7 +72,7 @@ class Filling:
         self.storage = storage
         storage._start()
         for k in range(1, len(counts)):
-            storage._grow(k, counts[k])
+            storage._grow(k, counts[k], spare=False)
         self._counts = [0] * len(counts)
         self._directory = storage._directory(sum(counts))
 

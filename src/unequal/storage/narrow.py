@@ -266,15 +266,35 @@ class NarrowStorage(Storage):
         masks: Tensor = (1 << bits).sum(1)
         return masks
 
-    def _grow(self, k: int, rows: int) -> None:
-        records = self.records
-        while len(records.slabs[k]) << records.slab_log2 < rows:
-            records.slabs[k].append(self._slab(k))
-            self._changed()
+    def _grow(self, k: int, rows: int, spare: bool = True) -> None:
+        """Room for so many rows of a class; with `spare` for some more."""
+        held, size = self.records.slabs[k], 1 << self.records.slab_log2
+        if sum(slab.shape[0] for slab in held[-1:]) + max(0, len(held) - 1) * size >= rows:
+            return
+        whole = -(-rows // size) * size
+        kept, new = self._enlarged(k, whole if spare else rows)
+        self._replace(k, kept, new)
+        self._changed()
 
-    def _slab(self, k: int) -> Tensor:
-        records = self.records
-        return own_pages((1 << records.slab_log2, int(records.layout[k, 5])), self.device)
+    def _enlarged(self, k: int, rows: int) -> tuple[int, list[Tensor]]:
+        """How many slabs of a class stay as they are, and those that follow, where it has exactly so many rows: all but the last
+        have 2^slab_log2."""
+        held, size = self.records.slabs[k], 1 << self.records.slab_log2
+        sizes = [min(size, rows - first) for first in range(0, rows, size)]
+        same = [slab.shape[0] == wanted for slab, wanted in zip(held, sizes)]
+        kept = same.index(False) if False in same else len(same)
+        return kept, [self._slab(k, wanted) for wanted in sizes[kept:]]
+
+    def _replace(self, k: int, kept: int, new: list[Tensor]) -> None:
+        """Puts slabs in place of those of a class after the first ones, and their rows into them."""
+        held = self.records.slabs[k]
+        for slab, old in zip(new, held[kept:]):
+            both = min(slab.shape[0], old.shape[0])
+            slab[:both] = old[:both]
+        held[kept:] = new
+
+    def _slab(self, k: int, rows: int) -> Tensor:
+        return own_pages((rows, int(self.records.layout[k, 5])), self.device)
 
     # A round
 
@@ -343,18 +363,15 @@ class NarrowStorage(Storage):
             self.rows, census.ids[moved], census.slots[moved], slots[moved], None if masks is None else masks[moved], None,
             self.table.init_std,
         )  # fmt: skip
-        slabs = [-(-count >> records.slab_log2) for count in counts]
-        fresh = [[self._slab(k) for _ in range(len(records.slabs[k]), slabs[k])] for k in range(1, records.chunks + 1)]
+        slabs = [self._enlarged(k, counts[k]) for k in range(1, records.chunks + 1)]
         placed = slots[moved]
         dropped = census.ids[~wanted], census.utilities[~wanted]
 
         def put() -> None:
-            for held, new in zip(records.slabs[1:], fresh):
-                held += new
+            for k, (kept, new) in enumerate(slabs, 1):
+                self._replace(k, kept, new)
             self._changed()
             self.kernels.place(self.rows, placed, made, starts)
-            for k in range(1, records.chunks + 1):
-                del records.slabs[k][slabs[k] :]
             self.counts, self.directory = [0, *counts[1:]], directory
             self._fade()
             self._follow_instead(dropped)
@@ -427,7 +444,7 @@ class NarrowStorage(Storage):
         records, item = self.records, self.table.dtype.itemsize
         weights = optimizer = metadata = 0
         for k in range(1, records.chunks + 1):
-            rows = len(records.slabs[k]) << records.slab_log2
+            rows = sum(slab.shape[0] for slab in records.slabs[k])
             width, words = int(records.layout[k, 0]), int(records.layout[k, 5])
             weights += rows * width * item
             optimizer += rows * self.optimizer.state_bytes_per_row(width)
@@ -499,7 +516,7 @@ class NarrowStorage(Storage):
         slots = torch.empty_like(chunks)
         starts = widths.cumsum(0) - widths
         for k, which in self._by_class(chunks):
-            self._grow(k, counts[k])
+            self._grow(k, counts[k], spare=False)
             slots[which] = (torch.arange(which.numel(), device=self.device) << records.class_bits) | k
             self._fill_class(k, which, starts, parts)
         self.counts = [0, *counts[1:]]

@@ -40,8 +40,8 @@ class DeviceLocator:
         if key != self._key:
             kernels, device = self.storages[0].kernels, self.storages[0].device
             tables = [
-                (s.directory, s.followed, s.records.slabs[0][0], s._stamps, s.records.class_bits, (1 + s.how.by_id) * (s.records.kind > 0),
-                 s._clock)
+                (s.directory, s.followed, s.records.slabs[0][0], s._stamps, s.records.class_bits,
+                 (1 + s.how.by_id) * (s.records.kind > 0), s._clock)
                 for s in self.storages
             ]  # fmt: skip
             self._directories, self._key = kernels.Directories(tables, device), key
