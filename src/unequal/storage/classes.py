@@ -55,7 +55,7 @@ def _copied(words: Tensor) -> Tensor:
 def candidates(storage: NarrowStorage) -> tuple[Tensor, Tensor, Tensor]:
     """Ids that are followed without a row, their places in the table of candidates, and their utilities."""
     places, ids = storage.candidates()
-    return ids, places, storage.records.slabs[0][0][places]
+    return ids, places, storage.records.slabs[0][0][places, : storage.records.utilities]
 
 
 class Filling:
@@ -71,6 +71,8 @@ class Filling:
             )
         self.storage = storage
         storage._start()
+        if storage.how.uniform and counts != storage.counts:
+            raise storage.otherwise_saved()
         for k in range(1, len(counts)):
             storage._grow(k, counts[k], spare=False)
         self._counts = [0] * len(counts)
@@ -81,6 +83,12 @@ class Filling:
         storage, records = self.storage, self.storage.records
         device, first, count = storage.device, self._counts[k], ids.numel()
         rows = self._records(k, count, {name: part.to(device) for name, part in parts.items()})
+        if storage.how.uniform:
+            slots = self._directory.find(ids.to(device))
+            starts = torch.arange(count, device=device) * rows.shape[1]
+            storage.kernels.place(storage.rows, slots, rows.flatten(), starts)
+            self._counts[k] += count
+            return
         size = 1 << records.slab_log2
         at = 0
         while at < count:

@@ -21,12 +21,15 @@ from ..kernels.request import WAYS, Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
 from .memory import own_pages, zeros
+from .numbered import NumberedDirectory
 from .tables import Storage
 
 P = ParamSpec("P")
 R = TypeVar("R")
 INDEX_BITS = 31
 """of a slot, as the directory holds it"""
+CHUNK = 65536
+"""rows that are made at a time"""
 NOBODY = -1.0
 """utility of a place among the candidates that is free"""
 
@@ -62,6 +65,8 @@ class Narrowing:
     candidates: int
     decay: float
     """of utilities, per step"""
+    uniform: bool = False
+    """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
     purse: Purse = field(default_factory=Purse)
@@ -111,7 +116,7 @@ class NarrowStorage(Storage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)),
+            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)), uniform=how.uniform,
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""
@@ -123,10 +128,9 @@ class NarrowStorage(Storage):
         for slabs in records.slabs:
             slabs.clear()
         places = max(1, self.how.candidates // WAYS) * WAYS
-        if self.how.by_id:
-            assert self.table.rows is not None
-            own = max(1, -(-(self.table.rows - self.part) // self.of))
-            records.slabs[0].append(zeros((own, records.utilities), torch.float32, self.device))
+        if self.how.by_id or self.how.uniform:
+            own = (max(1, self.own_rows), records.utilities) if self.how.by_id else (1, 1)
+            records.slabs[0].append(zeros(own, torch.float32, self.device))
             places = 0
         else:
             records.slabs[0].append(torch.full((places, records.utilities), NOBODY, device=self.device))
@@ -139,9 +143,34 @@ class NarrowStorage(Storage):
         self.directory: Any = self._directory(0)
         records.gain = 1.0
         self._changed()
+        if self.how.uniform:
+            self._make_all()
+
+    def _make_all(self) -> None:
+        """All rows of a uniform table."""
+        k = self.how.start
+        self._grow(k, self.own_rows, spare=False)
+        self.counts[k] = self.own_rows
+        if self.own_rows:  # what stands for a row that does not exist is never read: it needs an address alone
+            self.records.slabs[0][0] = self.records.slabs[k][0][:1, :1]
+        for ids, slots in zip(*(part.split(CHUNK) for part in self.directory.entries())):
+            old = torch.full_like(ids, -1)
+            self.kernels.place(
+                self.rows, slots, *self.kernels.rebuild(self.rows, ids, old, slots, None, None, self.table.init_std)
+            )
+
+    @property
+    def own_rows(self) -> int:
+        """Ids of a bounded table that are its own."""
+        assert self.table.rows is not None
+        return -(-(self.table.rows - self.part) // self.of)
 
     def _directory(self, rows: int) -> Any:
         """With room for so many."""
+        if self.how.uniform:
+            assert self.table.rows is not None
+            bits = self.records.class_bits
+            return NumberedDirectory(self.table.rows, self.part, self.of, self.how.start, bits, self.device)
         where = {"device": self.device} if self.kernels.on_device else {}
         return self.kernels.NarrowDirectory(self.table.rows, rows, **where)
 
@@ -195,8 +224,8 @@ class NarrowStorage(Storage):
 
     def candidates(self) -> tuple[Tensor, Tensor]:
         """Places that are in use among the candidates, and whose they are."""
-        table = self.records.slabs[0][0]
-        if self.how.by_id:
+        table = self.records.slabs[0][0][: 0 if self.how.uniform else None]
+        if self.how.by_id or self.how.uniform:
             places = (table > 0).any(1).nonzero()[:, 0]
             return places, places * self.of + self.part
         places = (table[:, 0] >= 0).nonzero()[:, 0]
@@ -204,6 +233,8 @@ class NarrowStorage(Storage):
 
     def put_candidates(self, places: Tensor, ids: Tensor, utilities: Tensor) -> None:
         """They alone, at these places."""
+        if self.how.uniform:
+            return
         table = self.records.slabs[0][0]
         table.fill_(0.0 if self.how.by_id else NOBODY)
         table[places] = utilities
@@ -315,7 +346,9 @@ class NarrowStorage(Storage):
             torch.cat([ids, names]),
             torch.cat([slots, known << records.class_bits]),
             # A training that has diverged must not take the rows with it.
-            torch.nan_to_num(torch.cat([utilities, records.slabs[0][0][known]]) * fade, nan=0.0, posinf=1e30),
+            torch.nan_to_num(
+                torch.cat([utilities, records.slabs[0][0][known, : records.utilities]]) * fade, nan=0.0, posinf=1e30
+            ),
             None if masks is None else torch.cat([masks, torch.zeros_like(known)]),
             ids.numel(),
         )
@@ -422,7 +455,7 @@ class NarrowStorage(Storage):
         ids, utilities = rows
         self._stamps.zero_()
         self._clock = 0
-        if self.how.by_id:
+        if self.how.by_id or self.how.uniform:
             self.put_candidates(torch.div(ids, self.of, rounding_mode="floor"), ids, utilities)
             return
         buckets = self.followed.numel() // WAYS
@@ -449,7 +482,8 @@ class NarrowStorage(Storage):
             weights += rows * width * item
             optimizer += rows * self.optimizer.state_bytes_per_row(width)
             metadata += rows * (words * 4 - width * item - self.optimizer.state_bytes_per_row(width))
-        candidates = records.slabs[0][0].nbytes + self.followed.nbytes + self._stamps.nbytes
+        candidates = self.followed.nbytes + self._stamps.nbytes
+        candidates += 0 if self.how.uniform else records.slabs[0][0].nbytes
         return {
             "weights": weights,
             "optimizer": optimizer,
@@ -501,6 +535,8 @@ class NarrowStorage(Storage):
         parts = {name: part.to(self.device) for name, part in state.items()}
         widths, chunk = parts["widths"], self.how.chunk
         wrong = bool((widths % chunk != 0).any()) or bool((widths > self.table.dim).any())
+        if self.how.uniform and bool((widths != self.how.start * chunk).any()):
+            raise self.otherwise_saved()
         if self.how.masked and not wrong:
             bits = (parts["masks"][:, None] >> torch.arange(self.records.chunks, device=self.device)) & 1
             wrong = bool((bits.sum(1) * chunk != widths).any())
@@ -509,6 +545,10 @@ class NarrowStorage(Storage):
                 f"table '{self.table.name}': rows were saved in other chunks than {chunk} values of {self.table.dim}; "
                 "load it with the chunk it was saved with"
             )
+        if parts["utilities"].shape[1] != self.records.utilities or (
+            self.how.uniform and not torch.equal(parts["ids"], self.directory.entries()[0])
+        ):
+            raise self.otherwise_saved()
         self._start()
         records = self.records
         chunks = widths // chunk
@@ -525,6 +565,17 @@ class NarrowStorage(Storage):
         self._follow_instead((parts["candidates"], parts["candidate_utilities"]))
         self.generation += 1
         self._changed()
+
+    def otherwise_saved(self) -> CheckpointError:
+        here, saved = f"all rows {self.how.start * self.how.chunk} values wide", "others"
+        if not self.how.uniform:
+            here, saved = (
+                "rows as wide as each deserves",
+                "rows that are all equally wide, or were followed by another policy",
+            )
+        return CheckpointError(
+            f"table '{self.table.name}': expected {here}, got {saved}; load it with the width it was saved with"
+        )
 
     def _fill_class(self, k: int, which: Tensor, starts: Tensor, parts: dict[str, Tensor]) -> None:
         records = self.records
