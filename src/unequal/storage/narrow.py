@@ -7,7 +7,6 @@ rounds rows are only added, while the purse lasts; a round changes widths, lays 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,12 +16,15 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UserError
 from ..kernels import Backend
-from ..kernels.request import WAYS, Records, capturing
+from ..kernels.request import Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
-from .memory import own_pages, zeros
+from .following import FollowingStorage
+from .memory import own_pages
+from .narrowing import Census, Narrowing, Purse
 from .numbered import NumberedDirectory
-from .tables import Storage
+
+__all__ = ["Census", "NarrowStorage", "Narrowing", "Purse"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,62 +32,6 @@ INDEX_BITS = 31
 """of a slot, as the directory holds it"""
 CHUNK = 65536
 """rows that are made at a time"""
-NOBODY = -1.0
-"""utility of a place among the candidates that is free"""
-
-
-@dataclass(slots=True)
-class Purse:
-    """Values that tables which share a budget may still take up before the next round."""
-
-    left: float = 0.0
-
-    def take(self, wanted: int, each: int) -> int:
-        """For how many of so many rows there is enough; it is taken."""
-        rows = max(0, min(wanted, int(self.left // each)))
-        self.left -= rows * each
-        return rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Narrowing:
-    """How a table's rows are kept and followed."""
-
-    chunk: int
-    masked: bool
-    """whether any chunks may be live, or only the first ones"""
-    by_chunk: bool
-    """whether each chunk's utility is followed, or each row's"""
-    kind: int
-    """of utilities; see Records"""
-    start: int
-    """chunks of a row that is new"""
-    rows: float
-    """expected to be live, about: slabs and candidates are sized by it"""
-    candidates: int
-    decay: float
-    """of utilities, per step"""
-    uniform: bool = False
-    """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
-    by_id: bool = False
-    """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
-    purse: Purse = field(default_factory=Purse)
-
-
-@dataclass(slots=True)
-class Census:
-    """All rows of a table that a round decides on: live ones first, then candidates."""
-
-    ids: Tensor
-    slots: Tensor
-    utilities: Tensor
-    """[rows, 1 or chunks]"""
-    masks: Tensor | None
-    """of live chunks, as bits"""
-    live: int
-
-    def chunks(self, records: Records) -> Tensor:
-        return self.slots & ((1 << records.class_bits) - 1)
 
 
 def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
@@ -101,11 +47,8 @@ def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class NarrowStorage(Storage):
+class NarrowStorage(FollowingStorage):
     """Rows of a table, each as wide as it is. `rows.records` is what the kernels see."""
-
-    part, of = 0, 1
-    """ids part, part + of, part + 2·of … are its own, where ids are bounded"""
 
     def __init__(
         self, table: Table, optimizer: Optimizer, seed: int, kernels: Backend, device: torch.device, how: Narrowing
@@ -127,17 +70,7 @@ class NarrowStorage(Storage):
         records = self.records
         for slabs in records.slabs:
             slabs.clear()
-        places = max(1, self.how.candidates // WAYS) * WAYS
-        if self.how.by_id or self.how.uniform:
-            own = (max(1, self.own_rows), records.utilities) if self.how.by_id else (1, 1)
-            records.slabs[0].append(zeros(own, torch.float32, self.device))
-            places = 0
-        else:
-            records.slabs[0].append(torch.full((places, records.utilities), NOBODY, device=self.device))
-        self.followed = torch.zeros(places, dtype=torch.int64, device=self.device)
-        """by place; nothing where places are those of the ids"""
-        self._stamps = torch.zeros(places, dtype=torch.int32, device=self.device)
-        self._clock = 0
+        self._start_following()
         self.counts = [0] * (records.chunks + 1)
         """live rows of every class"""
         self.directory: Any = self._directory(0)
@@ -159,12 +92,6 @@ class NarrowStorage(Storage):
                 self.rows, slots, *self.kernels.rebuild(self.rows, ids, old, slots, None, None, self.table.init_std)
             )
 
-    @property
-    def own_rows(self) -> int:
-        """Ids of a bounded table that are its own."""
-        assert self.table.rows is not None
-        return -(-(self.table.rows - self.part) // self.of)
-
     def _directory(self, rows: int) -> Any:
         """With room for so many."""
         if self.how.uniform:
@@ -177,11 +104,6 @@ class NarrowStorage(Storage):
     def _changed(self) -> None:
         self.rows.rows = self.records.bound
         self.rows.cached = None
-
-    @property
-    def records(self) -> Records:
-        assert self.rows.records is not None
-        return self.rows.records
 
     @property
     def live(self) -> int:
@@ -211,35 +133,6 @@ class NarrowStorage(Storage):
         if records.kind:
             self.follow(ids, slots)
         return slots
-
-    def follow(self, ids: Tensor, slots: Tensor) -> None:
-        """Gives ids without a row (slot -1) the slots of their candidates."""
-        records = self.records
-        if self.how.by_id:
-            numbers = ids if self.of == 1 else torch.div(ids, self.of, rounding_mode="floor")
-            torch.where(slots < 0, numbers << records.class_bits, slots, out=slots)
-        else:
-            table = records.slabs[0][0]
-            self.kernels.follow(self.followed, table, self._stamps, self._clock, records.class_bits, ids, slots)
-
-    def candidates(self) -> tuple[Tensor, Tensor]:
-        """Places that are in use among the candidates, and whose they are."""
-        table = self.records.slabs[0][0][: 0 if self.how.uniform else None]
-        if self.how.by_id or self.how.uniform:
-            places = (table > 0).any(1).nonzero()[:, 0]
-            return places, places * self.of + self.part
-        places = (table[:, 0] >= 0).nonzero()[:, 0]
-        return places, self.followed[places]
-
-    def put_candidates(self, places: Tensor, ids: Tensor, utilities: Tensor) -> None:
-        """They alone, at these places."""
-        if self.how.uniform:
-            return
-        table = self.records.slabs[0][0]
-        table.fill_(0.0 if self.how.by_id else NOBODY)
-        table[places] = utilities
-        if not self.how.by_id:
-            self.followed[places] = ids
 
     def admit_missing(self, ids: Tensor, slots: Tensor) -> None:
         """Rows for ids whose slot is -1, the smallest first, while the purse lasts."""
@@ -449,26 +342,6 @@ class NarrowStorage(Storage):
                 for slab in records.slabs[k]:
                     slab[:, first : first + records.utilities] /= records.gain
         records.gain = 1.0
-
-    def _follow_instead(self, rows: tuple[Tensor, Tensor]) -> None:
-        """The candidates are the most useful of these, as far as there is room."""
-        ids, utilities = rows
-        self._stamps.zero_()
-        self._clock = 0
-        if self.how.by_id or self.how.uniform:
-            self.put_candidates(torch.div(ids, self.of, rounding_mode="floor"), ids, utilities)
-            return
-        buckets = self.followed.numel() // WAYS
-        order = utilities.sum(1).argsort(descending=True, stable=True)
-        at = self.kernels.bucket_of(ids[order], buckets)
-        by_bucket = at.argsort(stable=True)
-        sorted_at = at[by_bucket]
-        first = torch.searchsorted(sorted_at, torch.arange(buckets, device=self.device))
-        way = torch.arange(at.numel(), device=self.device) - first[sorted_at]
-        kept = way < WAYS
-        places = sorted_at[kept] * WAYS + way[kept]
-        chosen = order[by_bucket[kept]]
-        self.put_candidates(places, ids[chosen], utilities[chosen])
 
     # What it takes, and saving it
 

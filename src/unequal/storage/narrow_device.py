@@ -24,7 +24,7 @@ class DeviceLocator:
         self._key: list[int] = []
         self._directories: Any = None
         self._follows = any(storage.records.kind for storage in self.storages)
-        self._newcomers = (CHOOSE, ENTER) if not all(storage.how.by_id for storage in self.storages) else ()
+        self._newcomers = (CHOOSE, ENTER) if any(s.records.kind and not s.how.by_id for s in self.storages) else ()
         """what is to be done where candidates take each other's places"""
         first = self.storages[0]
         stds = [2 * math.sqrt(3) * storage.table.init_std for storage in self.storages]

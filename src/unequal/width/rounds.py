@@ -29,7 +29,9 @@ MARGIN = 0.05
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
-"""of a budget in bytes"""
+"""of a budget in bytes, for candidates that are found by hashing"""
+FOLLOWING_ALL = 0.25
+"""of such a budget, where every id of a small table has its own place"""
 OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
 
@@ -211,7 +213,7 @@ class Rounds:
     def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
         """How many, and whether all ids are, each at its own place: where that takes no more than as many that are hashed. These
         are half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
-        Of a budget in bytes they take a tenth at most."""
+        Of a budget in bytes they take a tenth at most, all ids of small tables a quarter."""
         if not self.policy.kind:
             return WAYS, False
         share = self.shares[table.name]
@@ -219,12 +221,16 @@ class Rounds:
         most = min(int(1.25 * rows) + 8, 1 << 22)
         own = 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
         each = 12 + own
+        all_of_them, payable = math.ceil(rows), False
         if group.budget.size is not None:
             dims = sum(self.tables[name].dim for name in group.tables)
             most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
+            total = sum(self.tables[name].rows or math.inf for name in group.tables)
+            payable = (table.rows or math.inf) <= SMALL and total * own <= FOLLOWING_ALL * group.budget.size
         places = max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
-        all_of_them = math.ceil(rows)
-        return (all_of_them, True) if table.rows is not None and all_of_them * own <= places * each else (places, False)
+        if table.rows is not None and (payable or all_of_them * own <= places * each):
+            return all_of_them, True
+        return places, False
 
     def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
         """The least that can be kept: one chunk of one row in every table."""
