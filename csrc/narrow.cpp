@@ -19,7 +19,8 @@ constexpr int64_t kTogether = 64;  // ids whose homes are brought near before th
 constexpr int64_t kWays = 8;       // candidates of a bucket
 constexpr uint64_t kLine = 8;      // entries of short ids that lie in a line of the cache
 
-enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2 };
+// Of kNumbered the higher bits say the rest: class_bits from bit 8 on, chunks from 16, of how many parts this is one from 32.
+enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2, kNumbered = 3 };
 
 // One of n places, from the high bits of a hash: n need not be a power of two. It is below 2^31.
 inline uint64_t spread_over(int64_t id, uint64_t n) { return (mix64(uint64_t(id) * kGolden + kGolden) >> 32) * n >> 32; }
@@ -89,9 +90,21 @@ struct Array {
   int64_t find(int64_t id, uint64_t) const { return uint64_t(id) < capacity ? slots[id] : -1; }
 };
 
+// All rows are there, equally wide, in the order of their ids.
+struct Numbered {
+  int64_t class_bits, chunks, of;
+  uint64_t capacity;
+  uint64_t home(int64_t) const { return 0; }
+  int32_t* at(int64_t, uint64_t, bool) const { return nullptr; }
+  int64_t find(int64_t id, uint64_t) const {
+    return uint64_t(id) < capacity ? (of == 1 ? id : id / of) << class_bits | chunks : -1;
+  }
+};
+
 template <class Body>
 inline void by_kind(int64_t kind, void* memory, int64_t capacity, Body&& body) {
-  switch (kind) {
+  switch (kind & 255) {
+    case kNumbered: return body(Numbered{kind >> 8 & 255, kind >> 16 & 0xFFFF, kind >> 32, uint64_t(capacity)});
     case kByArray: return body(Array{static_cast<int32_t*>(memory), uint64_t(capacity)});
     case kShortIds: return body(Hashed<uint32_t>{static_cast<Entry<uint32_t>*>(memory), uint64_t(capacity)});
     default: return body(Hashed<int64_t>{static_cast<Entry<int64_t>*>(memory), uint64_t(capacity)});
@@ -268,7 +281,7 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
       if (i + kFindAhead < count) directory.home(ids[i + kFindAhead]);
       const int32_t slot = int32_t(slots[i]);
       if (slot < 0) continue;
-      std::memcpy(directory.at(ids[i], directory.home(ids[i]), true), &slot, 4);
+      if (int32_t* at = directory.at(ids[i], directory.home(ids[i]), true)) std::memcpy(at, &slot, 4);
     }
   });
 }
@@ -362,10 +375,11 @@ struct FoundIn {
   int64_t capacity;
   int64_t rows;      // ids are below it; -1: any are right
   int64_t first, last;  // its features
-  int64_t* keys;     // null: ids without a row are not followed
+  int64_t* keys;
   float* utilities;
   int32_t* stamps;
-  int64_t buckets, each, class_bits, step;
+  int64_t buckets;   // 0: every id has the candidate of its own number
+  int64_t each, class_bits, step;
 };
 struct Found {
   int64_t table;
@@ -425,7 +439,13 @@ UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count,
         missing += features[f].missing;
         parts.push_back({ids + features[f].first, features[f].count, slots + features[f].first});
       }
-      if (!missing || !table.keys) continue;
+      if (!missing) continue;
+      if (!table.buckets) {
+        for (const Ids& part : parts)
+          for (int64_t i = 0; i < part.count; ++i)
+            part.slots[i] = part.slots[i] < 0 ? part.ids[i] << table.class_bits : part.slots[i];
+        continue;
+      }
       follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits,
              parts.data(), int64_t(parts.size()));
     } catch (const std::bad_alloc&) {

@@ -152,6 +152,18 @@ def test_equals_one_process(pool, mesh, kind):
     assert all(same_bits(of_rank[0][0], of_rank[-1][0]) for of_rank in results)
 
 
+def test_rows_that_are_all_equally_wide_equal_one_process(pool):
+    """Small tables in few bytes: all ranks decide alike, and hold no more than these."""
+    problem = problem_of(budget="1600 b", start="small", steps=8)
+    placements = [placement_of(problem, 3, None, kind) for kind in ("row_wise", "table_wise", "tiers")]
+    results = pool.run(many, [(problem, placement) for placement in placements], world=3, timeout=120)
+    expected, _ = alone(problem)
+    assert {row["weight"].numel() for row in rows_of([expected]).values()} == {2, 4}
+    for number in range(3):
+        wrong = differences(expected, [of_rank[number][0] for of_rank in results])
+        assert not wrong, "\n".join(wrong[:20])
+
+
 @pytest.mark.parametrize("optimizer", ["Adagrad", "Adam", "LAMB", "LARS"])
 def test_optimizers_equal_one_process(pool, optimizer):
     problem = problem_of(optimizer=getattr(uq, optimizer)(lr=0.02), steps=10)
@@ -366,7 +378,7 @@ def round_without_memory(rank, world, problem, placement):
     before = {name: part.clone() for name, part in module.state_dict().items() if "utilit" not in name}
     real = NarrowStorage._slab
     if rank == 1:
-        NarrowStorage._slab = lambda self, k: (_ for _ in ()).throw(MemoryError("no memory for a slab"))
+        NarrowStorage._slab = lambda self, k, rows: (_ for _ in ()).throw(MemoryError("no memory for a slab"))
     try:
         with pytest.warns(UserWarning, match="found no memory"):
             report = module._rounds.round(8)

@@ -107,6 +107,15 @@ def test_lookups_are_the_models_own(tmp_path_factory, policy, dtype, unbounded, 
     assert [path.name for path in file.parent.iterdir() if path.name.startswith(".")] == []
 
 
+def test_rows_that_are_all_equally_wide(tmp_path):
+    module = train(embeddings(uq.Width(budget="2500 b")), batches(5))
+    assert module.memory()["directory"] == 0
+    file, report = write(module, tmp_path)
+    assert all(table.rows == 80 for table in report.tables.values())
+    for batch in batches(2, seed=7, rows=80):
+        assert_reads_the_same(load(file), module, batch)
+
+
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "data_parallel", "column_row_wise"])
 def test_tables_of_many_ranks(saved_in_every_kind, kind, tmp_path):
     """However rows and columns were spread: whole tables, with the row that rare ids share."""

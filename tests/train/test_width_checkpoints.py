@@ -12,7 +12,7 @@ from unequal.errors import CheckpointError
 from unequal.kernels import backend
 from unequal.optim import Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
 from unequal.plan.placement import Placement, part_of, place
-from unequal.storage.narrow import NarrowStorage
+from unequal.storage.shards import NarrowShard
 from unequal.train import checkpoint, resharding_width
 from unequal.width import POLICIES, Rounds
 
@@ -84,7 +84,7 @@ def test_goes_on_bitwise(tmp_path, policy, dtype):
 
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.01), Adagrad(lr=0.1), RowWiseAdam(lr=0.01), uq.SGD(lr=0.002)])
-@pytest.mark.parametrize("budget", ["30%", "20 KB"])
+@pytest.mark.parametrize("budget", ["30%", "20 KB", "2 KB"])
 def test_goes_on_bitwise_with_every_kind_of_state(tmp_path, optimizer, budget):
     width = uq.Width(budget=budget, every=8, start="full" if "%" in budget else "small", ramp=20)
     own, other = embeddings(width, optimizer), embeddings(width, optimizer)
@@ -118,7 +118,8 @@ class Held:
         how = Rounds(width, tables, dict.fromkeys(tables, optimizer)).how
         self._storages = []
         for shard in placement.shards(mesh.rank):
-            storage = NarrowStorage(tables[shard.table], optimizer, 7, backend(), CPU, how[shard.table])
+            own = shard.part, shard.parts
+            storage = NarrowShard(tables[shard.table], *own, optimizer, 7, backend(), CPU, how[shard.table])
             if states is not None:
                 storage.load(cut(states[shard.table], tables[shard.table], shard))
                 self.step = 77
@@ -202,6 +203,33 @@ def test_any_world_is_read_by_any_other(tmp_path_factory, policy, rows, optimize
     for name, state in rows_of(other).items():
         assert_state(state, expected[name])
     train(other, batches(10, seed=5))
+
+
+def test_rows_that_are_all_equally_wide(tmp_path):
+    """Small tables in few bytes, from one process to 2 ranks, to 3 and back; and not into tables of another width."""
+    module, width = trained(budget="2 KB")
+    expected, tables = rows_of(module), module.tables
+    assert all(state["widths"].tolist() == [3] * 60 for state in expected.values())
+    path = checkpoint.save(tmp_path, 1, {}, {}, embeddings=module)
+    for step, world in enumerate((2, 3), 2):
+        placement = placed(tables, ("row_wise",), world)
+
+        def go_on(mesh, placement=placement, source=path, step=step, world=world):
+            held = Held(tables, module.optimizer, width, placement, mesh)
+            checkpoint.load_embeddings(source, held)
+            for shard, storage in held.shard_storages():
+                assert_state(storage.state(), cut(expected[shard.table], tables[shard.table], shard))
+                assert sum(storage.memory().values()) == 20 * 16 * 3 / world
+            return checkpoint.save(tmp_path, step, {}, {}, embeddings=held)
+
+        (path, *_) = good(run_ranks(world, go_on, world))
+    other = embeddings(width)
+    checkpoint.load(path, embeddings=other)
+    for name, state in rows_of(other).items():
+        assert_state(state, expected[name])
+    for budget in ("1 KB", "30%"):
+        with pytest.raises(CheckpointError, match="saved with"):
+            checkpoint.load(path, embeddings=embeddings(uq.Width(budget=budget)))
 
 
 def test_all_ranks_write_and_replicas_once(tmp_path):
@@ -323,7 +351,7 @@ def test_other_policies(tmp_path):
     (batch,) = batches(1, seed=4)
     assert torch.equal(module(batch).pooled, masked(batch).pooled)
     by_reads = embeddings(uq.Width(budget="30%", policy="itep", every=8))
-    with pytest.raises(CheckpointError, match=r"worth was counted by another policy; load it with the width.policy"):
+    with pytest.raises(CheckpointError, match=r"worth was counted in another way; load it with the width.policy"):
         checkpoint.load(path, embeddings=by_reads)
     module, _ = trained("fiited")
     path = checkpoint.save(tmp_path, 2, {}, {}, embeddings=module)

@@ -77,6 +77,21 @@ def test_a_run_tells_what_it_kept(made: Path, tmp_path: Path, capsys: pytest.Cap
     assert f"the tables take {size(width['bytes'])} instead of {size(width['full_bytes'])}" in " ".join(shown.split())
 
 
+def test_a_run_inside_very_few_bytes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows are equally wide: it is told, evaluated, exported and goes on like any other."""
+    run = tmp_path / "run"
+    report = train(recipe_of(made, run, "width.budget=4 kB"), progress=False)
+    width = report.width
+    assert width["uniform"] == ["C1", "C2", "C3"] and width["live_rows"] == IDS and width["bytes"] <= 4000
+    assert report.embedding_bytes["directory"] == 0 and width["pruned"] == width["regained"] == 0
+    show_report(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rows of C1, C2, C3 are all equally wide" in shown and "uniform" in shown
+    assert "equally wide" in (run / "width.svg").read_text()
+    again = evaluate_run(load_run(run), run)
+    assert (again.auc, again.log_loss, again.width) == (report.auc, report.log_loss, width)
+
+
 def test_a_run_without_a_budget_says_nothing_of_it(clicks: Path, tmp_path: Path) -> None:
     report = train(load_recipe(clicks, [f"run.folder={tmp_path / 'run'}", "run.steps=6"]), progress=False)
     assert report.width == {} and not (tmp_path / "run" / "width.svg").exists()

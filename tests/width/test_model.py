@@ -148,7 +148,7 @@ class Tables(RuleBasedStateMachine):
 
     def asked(self, wanted):
         masks = (wanted.long() << torch.arange(CHUNKS)).sum(1)
-        return wanted.sum(1), masks if self.by_chunk else None
+        return wanted.sum(1).to(torch.int16), masks if self.by_chunk else None
 
     def follow(self, census, wanted):
         """After a round: what stays is as it was, what is new is fresh."""
@@ -178,11 +178,11 @@ class Tables(RuleBasedStateMachine):
         storage = self.storage
         left = [after]
 
-        def short(k):
+        def short(k, rows):
             left[0] -= 1
             if left[0] < 0:
                 raise MemoryError("no memory for a slab")
-            return NarrowStorage._slab(storage, k)
+            return NarrowStorage._slab(storage, k, rows)
 
         storage._slab = short
         try:

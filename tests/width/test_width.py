@@ -23,8 +23,11 @@ def batches(count, size=24, seed=0, rows=60):
         yield uq.Batch(("a", "b", "c"), ids, lengths)
 
 
-def embeddings(width, optimizer=None, dtype="fp32", seed=0, dim=8):
-    first, second = uq.Table("first", rows=60, dim=dim, dtype=dtype), uq.Table("second", rows=60, dim=4, dtype=dtype)
+def embeddings(width, optimizer=None, dtype="fp32", seed=0, dim=8, rows=60):
+    first, second = (
+        uq.Table("first", rows=rows, dim=dim, dtype=dtype),
+        uq.Table("second", rows=rows, dim=4, dtype=dtype),
+    )
     features = {
         "a": uq.Feature(first, pooling="mean"),
         "b": uq.Feature(second, pooling=None),
@@ -67,6 +70,38 @@ def test_agrees_with_reference(monkeypatch, policy, optimizer):
     compare(own.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
     if policy != "none":
         assert any(report.pruned and report.regained for report in own.width_reports)
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_followed_by_hashing_agrees_with_reference(monkeypatch, policy):
+    """Of many ids only some are followed: then they are found by their keys."""
+    width = uq.Width(budget="0.1%", policy=policy, every=4)
+    own = embeddings(width, rows=60_000)
+    monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
+    expected = embeddings(width, rows=60_000)
+    storage = own._storages["first"]
+    assert isinstance(storage, NarrowStorage) and not storage.how.by_id and storage.followed.numel() == 8192
+    data = list(batches(6, rows=60_000))
+    for found, wanted in zip(train(own, data), train(expected, data), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    compare(own.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+    assert own.state_dict()["first.candidates"].numel() > 100
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_small_tables_follow_every_id_at_4_bytes(policy):
+    """By number: without keys, and all of them from the first step on."""
+    module = embeddings(uq.Width(budget="5%", policy=policy, every=1000))
+    data = list(batches(3))
+    train(module, data)
+    storage = module._storages["first"]
+    assert isinstance(storage, NarrowStorage) and storage.how.by_id
+    assert storage.records.slabs[0][0].nbytes == 60 * 4 * storage.records.utilities
+    assert not storage.followed.numel() and not storage._stamps.numel()
+    read = {int(id_) for batch in data for name in "ac" for id_ in batch[name].values}
+    state = module.state_dict()
+    assert read == set(state["first.ids"].tolist()) | set(state["first.candidates"].tolist())
+    assert (state["first.candidate_utilities"].sum(1) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -181,17 +216,17 @@ def test_a_round_between_forward_and_backward():
 
 
 def test_a_round_without_memory_changes_nothing(monkeypatch):
-    module = embeddings(uq.Width(budget="30%", every=8))
+    module = embeddings(uq.Width(budget="30%", every=1000))
     train(module, batches(7))
     before = {name: part.clone() for name, part in module.state_dict().items()}
     real = NarrowStorage._slab
     calls = []
 
-    def short(self, k):
+    def short(self, k, rows):
         calls.append(k)
         if len(calls) > 1:
             raise MemoryError("no memory for a slab")
-        return real(self, k)
+        return real(self, k, rows)
 
     monkeypatch.setattr(NarrowStorage, "_slab", short)
     assert module._rounds is not None
@@ -204,6 +239,30 @@ def test_a_round_without_memory_changes_nothing(monkeypatch):
         {k: v for k, v in after.items() if "utilit" not in k}, {k: v for k, v in before.items() if "utilit" not in k}
     )
     train(module, batches(4, seed=3))
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_slabs_have_nothing_to_spare_after_a_round(monkeypatch, kernels):
+    """And room again for new rows before the next."""
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+    module = embeddings(uq.Width(budget="60%", every=4), rows=2000)
+    held = []
+    for batch in batches(12, size=128, rows=2000):
+        train(module, [batch])
+        storage = module._storages["first"]
+        assert isinstance(storage, NarrowStorage)
+        records = storage.records
+        held.append([sum(slab.shape[0] for slab in slabs) for slabs in records.slabs[1:]])
+        assert all(room >= count for room, count in zip(held[-1], storage.counts[1:]))
+        assert all(slab.shape[0] == 1 << records.slab_log2 for slabs in records.slabs[1:] for slab in slabs[:-1])
+        if len(held) % 4 == 0:
+            assert held[-1] == storage.counts[1:] and sum(held[-1]) > 100
+    assert (
+        sum(storage.memory().values())
+        == sum(count * 4 * int(words) for count, words in zip(storage.counts[1:], records.layout[1:, 5]))
+        + storage.directory.bytes
+        + 4 * 2000
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -277,7 +336,7 @@ def test_a_budget_below_the_minimum_says_what_it_is():
     ):
         embeddings(uq.Width(budget="0.1%"))
     with pytest.raises(uq.RecipeError, match=r"at least .* bytes"):
-        embeddings(uq.Width(budget="1 KB"))
+        embeddings(uq.Width(budget="0.5 KB"))
 
 
 def test_rounds_are_closer_together_at_the_start():

@@ -61,12 +61,14 @@ def test_16_bits(both, policy, dtype):
     compare(own.state_dict(), expected.state_dict(), rtol=2e-2, atol=2e-3)
 
 
-def test_a_table_by_itself_and_all_at_once_are_the_same(monkeypatch):
-    """What a rank's shards are asked one by one, a module's tables are asked together."""
+@pytest.mark.parametrize(("rows", "budget"), [(60, "5%"), (60_000, "0.005%")])
+def test_a_table_by_itself_and_all_at_once_are_the_same(monkeypatch, rows, budget):
+    """What a rank's shards are asked one by one, a module's tables are asked together; candidates by number, and by hashing."""
     monkeypatch.setenv("UNEQUAL_KERNELS", "triton")
-    width = uq.Width(budget="5%", every=1000)
-    together, apart = embeddings(width), embeddings(width)
-    data = list(batches(4, size=12))
+    width = uq.Width(budget=budget, every=1000)
+    together, apart = embeddings(width, rows=rows), embeddings(width, rows=rows)
+    assert together._storages["first"].how.by_id == (rows == 60)
+    data = list(batches(4, size=12, rows=rows))
 
     def one_by_one(request, insert, wrong):
         slots = torch.full_like(request.ids, -1)
@@ -162,7 +164,7 @@ def test_a_round_without_device_memory_changes_nothing(monkeypatch):
     train(module, batches(3, size=8))
     before = module.state_dict()
 
-    def short(self, k):
+    def short(self, k, rows):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(NarrowStorage, "_slab", short)

@@ -110,6 +110,8 @@ def width_rows(width: Mapping[str, Any]) -> list[tuple[str, str]]:
     live = f"{width['live_rows']:,}"
     rows.append(("rows that live", live if width["full_rows"] is None else f"{live} of {width['full_rows']:,}"))
     rows.append(("  mean width of these", f"{width['mean_width']:.0%}"))
+    if width.get("uniform"):
+        rows.append(("  uniform: all of the same", f"{len(width['uniform']):,} tables"))
     rows.append(("rounds", f"{width['rounds']:,}"))
     if width["rounds"]:
         rows += [("  values pruned", f"{width['pruned']:,}"), ("  values regained", f"{width['regained']:,}")]
@@ -141,6 +143,9 @@ def width_lines(width: Mapping[str, Any]) -> list[str]:
         f"the tables take {held} instead of {full}, {net:.1f}× less with optimizer state, directory and all that is followed: "
         f"{width['kept']:.1%} of the values are kept, by the policy {width['policy']}"
     )
+    if width.get("uniform"):
+        names = f"{', '.join(width['uniform'][:3])}{' …' if len(width['uniform']) > 3 else ''}"
+        lines.append(f"the budget is so small that rows of {names} are all equally wide: to follow them would not pay")
     if net < 1:
         lines.append("that is more than whole tables take: they are too small for a budget to pay")
     return lines

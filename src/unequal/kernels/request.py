@@ -49,11 +49,11 @@ class Records:
     """values; a row has the first of its vector's chunks, or those that its mask names"""
     masked: bool
     utilities: int
-    """numbers that are followed for each row: 1, or one per chunk"""
+    """numbers that are followed for each row: 1, or one per chunk; none where all rows are equally wide"""
     kind: int
     """what they add up: 1 gradient norms, 2 reads, 3 their product, 0 nothing"""
     slab_log2: int
-    """every slab has 2^slab_log2 rows"""
+    """every slab has 2^slab_log2 rows, but the last of a class may have fewer"""
     layout: Ints
     """[classes, 6]: values of a row, then in words of 4 bytes where its states, utility and mask begin, and its size"""
     slabs: list[list[Tensor]]
@@ -64,10 +64,10 @@ class Records:
     @classmethod
     def make(
         cls, dim: int, dtype: torch.dtype, optimizer: Optimizer, *, chunk: int, masked: bool, by_chunk: bool, kind: int,
-        slab_log2: int,
+        slab_log2: int, uniform: bool = False,
     ) -> "Records":  # fmt: skip
         chunks = dim // chunk
-        utilities = chunks if by_chunk else 1
+        utilities = 0 if uniform else chunks if by_chunk else 1
         layout = np.zeros((chunks + 1, 6), np.int64)
         layout[0, 5] = utilities
         for k in range(1, chunks + 1):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .narrow import INDEX_BITS, NOBODY, NarrowStorage
+from .narrow import INDEX_BITS, NarrowStorage
 
 
 def listed(storage: NarrowStorage) -> Tensor:
@@ -54,9 +54,8 @@ def _copied(words: Tensor) -> Tensor:
 
 def candidates(storage: NarrowStorage) -> tuple[Tensor, Tensor, Tensor]:
     """Ids that are followed without a row, their places in the table of candidates, and their utilities."""
-    utilities = storage.records.slabs[0][0]
-    places = (utilities[:, 0] >= 0).nonzero()[:, 0]
-    return storage.followed[places], places, utilities[places]
+    places, ids = storage.candidates()
+    return ids, places, storage.records.slabs[0][0][places, : storage.records.utilities]
 
 
 class Filling:
@@ -72,8 +71,10 @@ class Filling:
             )
         self.storage = storage
         storage._start()
+        if storage.how.uniform and counts != storage.counts:
+            raise storage.otherwise_saved()
         for k in range(1, len(counts)):
-            storage._grow(k, counts[k])
+            storage._grow(k, counts[k], spare=False)
         self._counts = [0] * len(counts)
         self._directory = storage._directory(sum(counts))
 
@@ -82,6 +83,12 @@ class Filling:
         storage, records = self.storage, self.storage.records
         device, first, count = storage.device, self._counts[k], ids.numel()
         rows = self._records(k, count, {name: part.to(device) for name, part in parts.items()})
+        if storage.how.uniform:
+            slots = self._directory.find(ids.to(device))
+            starts = torch.arange(count, device=device) * rows.shape[1]
+            storage.kernels.place(storage.rows, slots, rows.flatten(), starts)
+            self._counts[k] += count
+            return
         size = 1 << records.slab_log2
         at = 0
         while at < count:
@@ -121,10 +128,7 @@ class Filling:
             unknown = storage.directory.find(ids) < 0  # some have got a row since they were followed
             storage._follow_instead((ids[unknown], utilities[unknown]))
         else:
-            table, places = storage.records.slabs[0][0], places.to(device)
-            table.fill_(NOBODY)
-            table[places] = utilities
-            storage.followed[places] = ids
+            storage.put_candidates(places.to(device), ids, utilities)
         storage.records.gain = gain
         storage.generation += 1
         storage._changed()

@@ -165,7 +165,7 @@ class NarrowCopies(Copies):
             if not members.numel():
                 continue
             self.slots[members] = (torch.arange(members.numel(), device=self.device) << records.class_bits) | k
-            whole = zeros((-(-members.numel() // size) * size, int(records.layout[k, 5])), torch.float32, self.device)
+            whole = zeros((members.numel(), int(records.layout[k, 5])), torch.float32, self.device)
             stays = (same[members] & (old_slots[members] >= 0)).nonzero()[:, 0]
             if stays.numel():
                 places = old_slots[members[stays]] >> records.class_bits

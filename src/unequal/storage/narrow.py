@@ -7,7 +7,6 @@ rounds rows are only added, while the purse lasts; a round changes widths, lays 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,69 +16,22 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UserError
 from ..kernels import Backend
-from ..kernels.request import WAYS, Records, capturing
+from ..kernels.request import Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
+from .following import FollowingStorage
 from .memory import own_pages
-from .tables import Storage
+from .narrowing import Census, Narrowing, Purse
+from .numbered import NumberedDirectory
+
+__all__ = ["Census", "NarrowStorage", "Narrowing", "Purse"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 INDEX_BITS = 31
 """of a slot, as the directory holds it"""
-NOBODY = -1.0
-"""utility of a place among the candidates that is free"""
-
-
-@dataclass(slots=True)
-class Purse:
-    """Values that tables which share a budget may still take up before the next round."""
-
-    left: float = 0.0
-
-    def take(self, wanted: int, each: int) -> int:
-        """For how many of so many rows there is enough; it is taken."""
-        rows = max(0, min(wanted, int(self.left // each)))
-        self.left -= rows * each
-        return rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Narrowing:
-    """How a table's rows are kept and followed."""
-
-    chunk: int
-    masked: bool
-    """whether any chunks may be live, or only the first ones"""
-    by_chunk: bool
-    """whether each chunk's utility is followed, or each row's"""
-    kind: int
-    """of utilities; see Records"""
-    start: int
-    """chunks of a row that is new"""
-    rows: float
-    """expected to be live, about: slabs and candidates are sized by it"""
-    candidates: int
-    decay: float
-    """of utilities, per step"""
-    purse: Purse = field(default_factory=Purse)
-
-
-@dataclass(slots=True)
-class Census:
-    """All rows of a table that a round decides on: live ones first, then candidates."""
-
-    ids: Tensor
-    slots: Tensor
-    utilities: Tensor
-    """[rows, 1 or chunks]"""
-    masks: Tensor | None
-    """of live chunks, as bits"""
-    live: int
-
-    def chunks(self, records: Records) -> Tensor:
-        """int16: there is one for every row of all tables while a round decides"""
-        return (self.slots & ((1 << records.class_bits) - 1)).to(torch.int16)
+CHUNK = 65536
+"""rows that are made at a time"""
 
 
 def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
@@ -95,7 +47,7 @@ def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class NarrowStorage(Storage):
+class NarrowStorage(FollowingStorage):
     """Rows of a table, each as wide as it is. `rows.records` is what the kernels see."""
 
     def __init__(
@@ -107,7 +59,7 @@ class NarrowStorage(Storage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)),
+            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)), uniform=how.uniform,
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""
@@ -118,30 +70,40 @@ class NarrowStorage(Storage):
         records = self.records
         for slabs in records.slabs:
             slabs.clear()
-        places = max(1, self.how.candidates // WAYS) * WAYS
-        records.slabs[0].append(torch.full((places, records.utilities), NOBODY, device=self.device))
-        self.followed = torch.zeros(places, dtype=torch.int64, device=self.device)
-        self._stamps = torch.zeros(places, dtype=torch.int32, device=self.device)
-        self._clock = 0
+        self._start_following()
         self.counts = [0] * (records.chunks + 1)
         """live rows of every class"""
         self.directory: Any = self._directory(0)
         records.gain = 1.0
         self._changed()
+        if self.how.uniform:
+            self._make_all()
+
+    def _make_all(self) -> None:
+        """All rows of a uniform table."""
+        k = self.how.start
+        self._grow(k, self.own_rows, spare=False)
+        self.counts[k] = self.own_rows
+        if self.own_rows:  # what stands for a row that does not exist is never read: it needs an address alone
+            self.records.slabs[0][0] = self.records.slabs[k][0][:1, :1]
+        for ids, slots in zip(*(part.split(CHUNK) for part in self.directory.entries())):
+            old = torch.full_like(ids, -1)
+            self.kernels.place(
+                self.rows, slots, *self.kernels.rebuild(self.rows, ids, old, slots, None, None, self.table.init_std)
+            )
 
     def _directory(self, rows: int) -> Any:
         """With room for so many."""
+        if self.how.uniform:
+            assert self.table.rows is not None
+            bits = self.records.class_bits
+            return NumberedDirectory(self.table.rows, self.part, self.of, self.how.start, bits, self.device)
         where = {"device": self.device} if self.kernels.on_device else {}
         return self.kernels.NarrowDirectory(self.table.rows, rows, **where)
 
     def _changed(self) -> None:
         self.rows.rows = self.records.bound
         self.rows.cached = None
-
-    @property
-    def records(self) -> Records:
-        assert self.rows.records is not None
-        return self.rows.records
 
     @property
     def live(self) -> int:
@@ -169,8 +131,7 @@ class NarrowStorage(Storage):
         if self.affords_rows:
             self.admit_missing(ids, slots)
         if records.kind:
-            utilities = records.slabs[0][0]
-            self.kernels.follow(self.followed, utilities, self._stamps, self._clock, records.class_bits, ids, slots)
+            self.follow(ids, slots)
         return slots
 
     def admit_missing(self, ids: Tensor, slots: Tensor) -> None:
@@ -229,15 +190,35 @@ class NarrowStorage(Storage):
         masks: Tensor = (1 << bits).sum(1)
         return masks
 
-    def _grow(self, k: int, rows: int) -> None:
-        records = self.records
-        while len(records.slabs[k]) << records.slab_log2 < rows:
-            records.slabs[k].append(self._slab(k))
-            self._changed()
+    def _grow(self, k: int, rows: int, spare: bool = True) -> None:
+        """Room for so many rows of a class; with `spare` for some more."""
+        held, size = self.records.slabs[k], 1 << self.records.slab_log2
+        if sum(slab.shape[0] for slab in held[-1:]) + max(0, len(held) - 1) * size >= rows:
+            return
+        whole = -(-rows // size) * size
+        kept, new = self._enlarged(k, whole if spare else rows)
+        self._replace(k, kept, new)
+        self._changed()
 
-    def _slab(self, k: int) -> Tensor:
-        records = self.records
-        return own_pages((1 << records.slab_log2, int(records.layout[k, 5])), self.device)
+    def _enlarged(self, k: int, rows: int) -> tuple[int, list[Tensor]]:
+        """How many slabs of a class stay as they are, and those that follow, where it has exactly so many rows: all but the last
+        have 2^slab_log2."""
+        held, size = self.records.slabs[k], 1 << self.records.slab_log2
+        sizes = [min(size, rows - first) for first in range(0, rows, size)]
+        same = [slab.shape[0] == wanted for slab, wanted in zip(held, sizes)]
+        kept = same.index(False) if False in same else len(same)
+        return kept, [self._slab(k, wanted) for wanted in sizes[kept:]]
+
+    def _replace(self, k: int, kept: int, new: list[Tensor]) -> None:
+        """Puts slabs in place of those of a class after the first ones, and their rows into them."""
+        held = self.records.slabs[k]
+        for slab, old in zip(new, held[kept:]):
+            both = min(slab.shape[0], old.shape[0])
+            slab[:both] = old[:both]
+        held[kept:] = new
+
+    def _slab(self, k: int, rows: int) -> Tensor:
+        return own_pages((rows, int(self.records.layout[k, 5])), self.device)
 
     # A round
 
@@ -254,13 +235,14 @@ class NarrowStorage(Storage):
             slots = slots[order]
         live = ids.numel()
         utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
-        known = (records.slabs[0][0][:, 0] >= 0).nonzero()[:, 0]
-        known = known[self.directory.find(self.followed[known]) < 0]  # some have got a row since
-        known = known[self.followed[known].argsort()]
+        known, names = self.candidates()
+        rowless = self.directory.find(names) < 0  # some have got a row since
+        names, order = names[rowless].sort()
+        known = known[rowless][order]
         # One after the other, so that no two of them are there twice at a time.
-        ids = torch.cat([ids, self.followed[known]])
+        ids = torch.cat([ids, names])
         slots = torch.cat([slots, known << records.class_bits])
-        utilities = torch.cat([utilities, records.slabs[0][0][known]])
+        utilities = torch.cat([utilities, records.slabs[0][0][known, : records.utilities]])
         # A training that has diverged must not take the rows with it.
         utilities.mul_(1 / records.gain).nan_to_num_(nan=0.0, posinf=1e30)
         masks = None if masks is None else torch.cat([masks, torch.zeros_like(known)])
@@ -311,26 +293,19 @@ class NarrowStorage(Storage):
             self.rows, census.ids[movers], census.slots[movers], placed, None if masks is None else masks[movers], None,
             self.table.init_std,
         )  # fmt: skip
-        slabs = [-(-count >> records.slab_log2) for count in counts.tolist()]
-        fresh = [[self._slab(k) for _ in range(len(records.slabs[k]), slabs[k])] for k in range(1, records.chunks + 1)]
+        slabs = [self._enlarged(k, count) for k, count in enumerate(counts.tolist()) if k]
         unwanted = (chunks == 0).nonzero()[:, 0]
         dropped = census.ids[unwanted], census.utilities[unwanted]
 
         def put() -> None:
-            for held, new in zip(records.slabs[1:], fresh):
-                held += new
-            if any(fresh):
-                self._changed()
+            for k, (kept, new) in enumerate(slabs, 1):
+                self._replace(k, kept, new)
+            self._changed()
             self.kernels.place(self.rows, placed, made, starts)
-            fewer = any(len(held) > count for held, count in zip(records.slabs[1:], slabs[1:]))
-            for k in range(1, records.chunks + 1):
-                del records.slabs[k][slabs[k] :]
             self.counts, self.directory = counts.tolist(), directory
             self._fade()
             self._follow_instead(dropped)
             self.generation += 1
-            if fewer:
-                self._changed()
 
         return put
 
@@ -359,28 +334,6 @@ class NarrowStorage(Storage):
                     slab[:, first : first + records.utilities] /= records.gain
         records.gain = 1.0
 
-    def _follow_instead(self, rows: tuple[Tensor, Tensor]) -> None:
-        """The candidates are the most useful of these, as far as their buckets have room."""
-        ids, utilities = rows
-        table = self.records.slabs[0][0]
-        table.fill_(NOBODY)
-        self._stamps.zero_()
-        self._clock = 0
-        if not ids.numel():
-            return
-        buckets = table.shape[0] // WAYS
-        order = utilities.sum(1).argsort(descending=True, stable=True)
-        at = self.kernels.bucket_of(ids[order], buckets)
-        by_bucket = at.argsort(stable=True)
-        sorted_at = at[by_bucket]
-        first = torch.searchsorted(sorted_at, torch.arange(buckets, device=self.device))
-        way = torch.arange(at.numel(), device=self.device) - first[sorted_at]
-        kept = way < WAYS
-        places = sorted_at[kept] * WAYS + way[kept]
-        chosen = order[by_bucket[kept]]
-        self.followed[places] = ids[chosen]
-        table[places] = utilities[chosen]
-
     # What it takes, and saving it
 
     def memory(self) -> dict[str, int]:
@@ -388,12 +341,13 @@ class NarrowStorage(Storage):
         records, item = self.records, self.table.dtype.itemsize
         weights = optimizer = metadata = 0
         for k in range(1, records.chunks + 1):
-            rows = len(records.slabs[k]) << records.slab_log2
+            rows = sum(slab.shape[0] for slab in records.slabs[k])
             width, words = int(records.layout[k, 0]), int(records.layout[k, 5])
             weights += rows * width * item
             optimizer += rows * self.optimizer.state_bytes_per_row(width)
             metadata += rows * (words * 4 - width * item - self.optimizer.state_bytes_per_row(width))
-        candidates = records.slabs[0][0].nbytes + self.followed.nbytes + self._stamps.nbytes
+        candidates = self.followed.nbytes + self._stamps.nbytes
+        candidates += 0 if self.how.uniform else records.slabs[0][0].nbytes
         return {
             "weights": weights,
             "optimizer": optimizer,
@@ -445,6 +399,8 @@ class NarrowStorage(Storage):
         parts = {name: part.to(self.device) for name, part in state.items()}
         widths, chunk = parts["widths"], self.how.chunk
         wrong = bool((widths % chunk != 0).any()) or bool((widths > self.table.dim).any())
+        if self.how.uniform and bool((widths != self.how.start * chunk).any()):
+            raise self.otherwise_saved()
         if self.how.masked and not wrong:
             bits = (parts["masks"][:, None] >> torch.arange(self.records.chunks, device=self.device)) & 1
             wrong = bool((bits.sum(1) * chunk != widths).any())
@@ -453,6 +409,10 @@ class NarrowStorage(Storage):
                 f"table '{self.table.name}': rows were saved in other chunks than {chunk} values of {self.table.dim}; "
                 "load it with the chunk it was saved with"
             )
+        if parts["utilities"].shape[1] != self.records.utilities or (
+            self.how.uniform and not torch.equal(parts["ids"], self.directory.entries()[0])
+        ):
+            raise self.otherwise_saved()
         self._start()
         records = self.records
         chunks = widths // chunk
@@ -460,7 +420,7 @@ class NarrowStorage(Storage):
         slots = torch.empty_like(chunks)
         starts = widths.cumsum(0) - widths
         for k, which in self._by_class(chunks):
-            self._grow(k, counts[k])
+            self._grow(k, counts[k], spare=False)
             slots[which] = (torch.arange(which.numel(), device=self.device) << records.class_bits) | k
             self._fill_class(k, which, starts, parts)
         self.counts = [0, *counts[1:]]
@@ -469,6 +429,17 @@ class NarrowStorage(Storage):
         self._follow_instead((parts["candidates"], parts["candidate_utilities"]))
         self.generation += 1
         self._changed()
+
+    def otherwise_saved(self) -> CheckpointError:
+        here, saved = f"all rows {self.how.start * self.how.chunk} values wide", "others"
+        if not self.how.uniform:
+            here, saved = (
+                "rows as wide as each deserves",
+                "rows that are all equally wide, or were followed by another policy",
+            )
+        return CheckpointError(
+            f"table '{self.table.name}': expected {here}, got {saved}; load it with the width it was saved with"
+        )
 
     def _fill_class(self, k: int, which: Tensor, starts: Tensor, parts: dict[str, Tensor]) -> None:
         records = self.records

@@ -24,6 +24,8 @@ class DeviceLocator:
         self._key: list[int] = []
         self._directories: Any = None
         self._follows = any(storage.records.kind for storage in self.storages)
+        self._newcomers = (CHOOSE, ENTER) if any(s.records.kind and not s.how.by_id for s in self.storages) else ()
+        """what is to be done where candidates take each other's places"""
         first = self.storages[0]
         stds = [2 * math.sqrt(3) * storage.table.init_std for storage in self.storages]
         self._widths = torch.tensor(stds).to(first.device)
@@ -38,8 +40,8 @@ class DeviceLocator:
         if key != self._key:
             kernels, device = self.storages[0].kernels, self.storages[0].device
             tables = [
-                (s.directory, s.followed, s.records.slabs[0][0], s._stamps, s.records.class_bits, int(s.records.kind > 0),
-                 s._clock)
+                (s.directory, s.followed, s.records.slabs[0][0], s._stamps, s.records.class_bits,
+                 (1 + s.how.by_id) * (s.records.kind > 0), s._clock)
                 for s in self.storages
             ]  # fmt: skip
             self._directories, self._key = kernels.Directories(tables, device), key
@@ -61,7 +63,7 @@ class DeviceLocator:
             storage.tick()
         step, follows = first._clock, self._follows
         if not any(storage.affords_rows for storage in self.storages):
-            phases = (FIND, CHOOSE, ENTER) if follows else (FIND,)
+            phases = (FIND, *self._newcomers) if follows else (FIND,)
             locate(request, directories, slots, phases=phases, step=step, at_once=follows, wrong=wrong)
             return slots
         owners = torch.empty(request.ids.numel(), dtype=torch.int32, device=first.device)
@@ -70,7 +72,7 @@ class DeviceLocator:
         if missing.numel():
             self._admit(request, slots, missing, owners[missing])
             if follows:
-                locate(request, self.directories, slots, phases=(FOLLOW, CHOOSE, ENTER), step=step)
+                locate(request, self.directories, slots, phases=(FOLLOW, *self._newcomers), step=step)
         return slots
 
     def _admit(self, request: Request, slots: Tensor, missing: Tensor, owners: Tensor) -> None:

@@ -101,8 +101,7 @@ class NarrowShard(NarrowStorage):
         ids = ids.contiguous()
         slots = torch.empty_like(ids) if out is None else out
         if self.directory.find_into(ids, slots) and insert and self.records.kind:
-            table, bits = self.records.slabs[0][0], self.records.class_bits
-            self.kernels.follow(self.followed, table, self._stamps, self._clock, bits, ids, slots)
+            self.follow(ids, slots)
         return slots
 
     def chunks_of(self, slots: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class _Fill:
         """Raises where rows cannot have the chunks that the storage keeps."""
         if self.how.kind != self.records.kind:
             raise OtherTables(
-                f"{self.files.path}: table '{self.table.name}': what its rows are worth was counted by another policy; "
-                "load it with the width.policy it was saved with"
+                f"{self.files.path}: table '{self.table.name}': what its rows are worth was counted in another way; "
+                "load it with the width.policy and width.budget it was saved with"
             )
         for source in self.sources:
             for of in self._reader(source).classes:

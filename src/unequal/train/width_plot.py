@@ -82,7 +82,16 @@ def picture(lines: Sequence[Mapping[str, Any]], width: Mapping[str, Any]) -> str
         parts += _by_popularity(curves, width.get("full_rows"))
     else:
         at = LEFT + PANEL + BETWEEN
-        parts.append(_text(at, TOP - 22, f"the policy '{width['policy']}' follows no row's worth", fill=FAINT))
+        parts.append(
+            _text(
+                at,
+                TOP - 22,
+                "all rows are equally wide"
+                if width.get("uniform")
+                else f"the policy '{width['policy']}' follows no row's worth",
+                fill=FAINT,
+            )
+        )
     style = "font-family: -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" height="{HIGH}" style="{style}">\n'

@@ -134,6 +134,7 @@ def width_report(embeddings: Embeddings, mesh: Mesh, folder: Path, steps: int) -
         "budget_share": budget.share,
         "budget_bytes": budget.size,
         "table_budgets": sorted(embeddings.width.tables),
+        "uniform": _uniform(embeddings, mesh),
         **held.metrics(),
         "full_bytes": held.full_bytes,
         "full_values": held.full_values,
@@ -148,6 +149,12 @@ def width_report(embeddings: Embeddings, mesh: Mesh, folder: Path, steps: int) -
         report["search"] = json.loads((folder / SEARCH).read_text(encoding="utf-8"))["tried"]
     shared: dict[str, Any] = mesh.share(report)
     return shared
+
+
+def _uniform(embeddings: Embeddings, mesh: Mesh) -> list[str]:
+    """Tables whose rows are all equally wide, because following them would not pay."""
+    own = [s.table.name for _, s in embeddings.shard_storages() if isinstance(s, NarrowStorage) and s.how.uniform]
+    return sorted({name for names in mesh.gather(own) for name in names})
 
 
 def by_popularity(embeddings: Embeddings, mesh: Mesh) -> dict[str, list[list[float]]]:

@@ -41,6 +41,8 @@ class Policy(ABC):
     """whether what is long ago counts less"""
     whole: ClassVar[bool] = False
     """whether rows exist wholly or not at all"""
+    levels: ClassVar[bool] = False
+    """whether small tables may have rows that are all equally wide, where following them would cost more than it brings"""
 
     def measure(self, utilities: Tensor) -> Tensor:
         """Utilities as they are compared between tables."""
@@ -58,6 +60,7 @@ class WaterFilling(Policy):
 
     name: ClassVar[str] = "water-filling"
     kind: ClassVar[int] = GRADIENT
+    levels: ClassVar[bool] = True
     alpha: float = 0.8
     theta: float = 0.5
 

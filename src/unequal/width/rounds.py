@@ -37,9 +37,18 @@ MARGINS = (0.05, 0.5, 3.0, math.inf)
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
-"""of a budget in bytes"""
+"""of a budget in bytes, for candidates that are found by hashing"""
+FOLLOWING_ALL = 0.25
+"""of such a budget, where every id of a small table has its own place"""
 OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
+
+SMALL = 4 * FOLLOWED
+"""rows of a table that can be followed wholly for what FOLLOWED candidates take that are found by hashing"""
+FOLLOWED_ROW = 12
+"""bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
+PAYS = 2 / 3
+"""share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
 Sum = Callable[[float], float]
 Made = TypeVar("Made")
@@ -80,6 +89,8 @@ class Group:
     full: float
     """values of all rows at full width; 0 where ids are unbounded"""
     purse: Purse = field(default_factory=Purse)
+    uniform: dict[str, int] = field(default_factory=dict)
+    """of tables whose rows are all equally wide: their chunks. All of the group, or none"""
 
     def values(self, storages: Mapping[str, NarrowStorage], total: Sum = alone) -> float:
         """The budget in values, given how the live rows are: a size in bytes covers all that they take."""
@@ -136,14 +147,52 @@ class Rounds:
                     f"a size like '2 GB': table '{unbounded}' has unbounded ids, so a share of its rows is not known",
                     f"{budget.share:.4g} of them",
                 )
-            groups.append(Group(name, budget, members, full))
+            groups.append(Group(name, budget, members, full, uniform=self._uniform(budget, members)))
         return groups
+
+    def _uniform(self, budget: Budget, members: list[str]) -> dict[str, int]:
+        """Chunks of all rows, where following them would take so much of the bytes that they are better spent on values: as many
+        for all as there is room for, then more in small tables first."""
+        rows = {name: self.tables[name].rows or 0 for name in members}
+        small = all(0 < count <= SMALL for count in rows.values())
+        if budget.size is None or not small or not self.policy.levels or self.width.start == "full":
+            return {}
+        if FOLLOWED_ROW * sum(rows.values()) <= PAYS * budget.size:
+            return {}
+        most = {name: self.tables[name].dim // self.width.chunk_of(self.tables[name]) for name in members}
+        fits = [
+            chunks
+            for level in range(1, max(most.values()) + 1)
+            if self._bytes(chunks := {name: min(level, most[name]) for name in members}) <= budget.size
+        ]
+        if not fits:
+            return {}
+        chosen = fits[-1]
+        for name in sorted(members, key=lambda name: rows[name]):
+            while chosen[name] < most[name] and self._bytes(chosen | {name: chosen[name] + 1}) <= budget.size:
+                chosen[name] += 1
+        return chosen
+
+    def _bytes(self, chunks: Mapping[str, int]) -> int:
+        """Of tables whose rows all have so many."""
+        total = 0
+        for name, count in chunks.items():
+            table, values = self.tables[name], count * self.width.chunk_of(self.tables[name])
+            words = -(-values * table.dtype.itemsize // 4)
+            total += (table.rows or 0) * (4 * words + self.optimizers[name].state_bytes_per_row(values))
+        return total
 
     def _narrowing(self, name: str, optimizer: Optimizer) -> Narrowing:
         table, group = self.tables[name], next(group for group in self.groups if name in group.tables)
         chunk = self.width.chunk_of(table)
         chunks = table.dim // chunk
         item = table.dtype.itemsize
+        if name in group.uniform:
+            assert table.rows is not None
+            return Narrowing(
+                chunk=chunk, masked=False, by_chunk=False, kind=0, start=group.uniform[name], rows=table.rows * self.shares[name],
+                candidates=0, uniform=True, decay=1.0, purse=group.purse,
+            )  # fmt: skip
         if group.budget.share is not None:
             keep = group.budget.share
         else:
@@ -162,23 +211,34 @@ class Rounds:
             expected = min(float(table.rows), keep * table.rows * chunks / start)
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
+        candidates, by_id = self._candidates(group, table, keep)
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
-            rows=expected, candidates=self._candidates(group, table, keep), decay=self.width.decay if self.policy.fades else 1.0,
+            rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
             purse=group.purse,
         )  # fmt: skip
 
-    def _candidates(self, group: Group, table: Table, keep: float) -> int:
-        """Half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
-        Of a budget in bytes they take a tenth at most."""
+    def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
+        """How many, and whether all ids are, each at its own place: where that takes no more than as many that are hashed. These
+        are half as many as rows that could be whole; small tables are followed wholly, and a little more: buckets fill unevenly.
+        Of a budget in bytes they take a tenth at most, all ids of small tables a quarter."""
+        if not self.policy.kind:
+            return WAYS, False
         share = self.shares[table.name]
         rows = (table.rows if table.rows is not None else 1 << 20) * share
         most = min(int(1.25 * rows) + 8, 1 << 22)
+        own = 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
+        each = 12 + own
+        all_of_them, payable = math.ceil(rows), False
         if group.budget.size is not None:
             dims = sum(self.tables[name].dim for name in group.tables)
-            each = 12 + 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
             most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
-        return max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
+            total = sum(self.tables[name].rows or math.inf for name in group.tables)
+            payable = (table.rows or math.inf) <= SMALL and total * own <= FOLLOWING_ALL * group.budget.size
+        places = max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
+        if table.rows is not None and (payable or all_of_them * own <= places * each):
+            return all_of_them, True
+        return places, False
 
     def _check_minimum(self, group: Group, table: Table, chunk: int) -> None:
         """The least that can be kept: one chunk of one row in every table."""
@@ -211,6 +271,8 @@ class Rounds:
 
     def _fill_purses(self, step: int) -> None:
         for group in self.groups:
+            if group.uniform:
+                continue
             live = self.total(float(sum(storage.live for storage in self._of(group))))
             if group.budget.size is not None and not live:
                 starts = [(name, self.how[name].start * self.how[name].chunk) for name in group.tables]
@@ -247,6 +309,8 @@ class Rounds:
         pruned = regained = 0
         failed = ""
         for group in self.groups:
+            if group.uniform:
+                continue
             try:
                 went, came = self._round_of(group, step)
             except MemoryError as error:

@@ -93,8 +93,9 @@ class NarrowDirectory:
 class Finder:
     """Directories and candidates of all tables of a module, so that a batch takes one call. It holds for as long as they do.
 
-    tables: of each its directory, the keys, utilities and stamps of its candidates, and the slots' class bits; readers: which
-    features read it. Features are numbered as the module has them, and lie here table by table."""
+    tables: of each its directory, the keys, utilities and stamps of its candidates (no keys: every id has the candidate of its
+    own number), and the slots' class bits; readers: which features read it. Features are numbered as the module has them, and lie
+    here table by table."""
 
     def __init__(
         self, tables: Sequence[tuple[NarrowDirectory, Tensor, Tensor, Tensor, int]], readers: Sequence[Sequence[int]]
@@ -245,7 +246,7 @@ def worth(rows: TableRows, slots: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def fade(rows: TableRows, gain: float) -> None:
     assert rows.records is not None
-    counts = np.array([len(slabs) << rows.records.slab_log2 for slabs in rows.records.slabs], np.int64)
+    counts = np.array([sum(slab.shape[0] for slab in slabs) for slabs in rows.records.slabs], np.int64)
     native_library().uq_narrow_fade(
         pointer(describe_table(rows)), pointer(counts), ctypes.c_float(gain), thread_count(int(counts.sum()))
     )

@@ -105,7 +105,7 @@ def update_narrow_rows(rows: TableRows, slots: Tensor, gradients: Tensor, reads:
     """Rows of different width. How much a row matters is told by the gradient of its whole vector, whatever of it exists."""
     records = rows.records
     assert records is not None
-    norms = gradients.view(slots.numel(), records.utilities, -1).norm(dim=2)
+    norms = gradients.view(slots.numel(), max(1, records.utilities), -1).norm(dim=2)
     gained = records.gain * (norms if records.kind & 1 else 1.0) * (reads[:, None] if records.kind & 2 else 1.0)
     for k, which, places in by_class(records, slots):
         part = read_records(records, k, places)

@@ -16,6 +16,7 @@ from .random import GOLDEN, mix64
 ARRAY: tl.constexpr = tl.constexpr(0)
 SHORT: tl.constexpr = tl.constexpr(1)
 LONG: tl.constexpr = tl.constexpr(2)
+NUMBERED: tl.constexpr = tl.constexpr(3)
 NOT_ONE: tl.constexpr = tl.constexpr(2**63 - 1)
 """newcomer of a bucket that has none; no smaller id comes with this one where it is an id"""
 _VERSIONS = numbers()
@@ -74,10 +75,19 @@ def slots_of_long(memory, capacity, ids, wanted):
 
 
 @triton.jit
+def slots_by_number(kind, bound, ids, wanted):
+    """Of rows that are all there and equally wide. Higher bits of `kind`: class_bits from 8 on, chunks from 16, parts from 32."""
+    class_bits, chunks, parts = (kind >> 8) & 255, (kind >> 16) & 0xFFFF, kind >> 32
+    return tl.where(wanted & (ids >= 0) & (ids < bound), (ids // parts << class_bits) | chunks, -1)
+
+
+@triton.jit
 def live_slots(kind, memory, capacity, ids, wanted):
     """The slot of each id's row, or -1. `memory`: an address."""
     slots = tl.full(ids.shape, -1, tl.int64)
-    if kind == ARRAY:
+    if (kind & 255) == NUMBERED:
+        slots = slots_by_number(kind, capacity, ids, wanted)
+    elif kind == ARRAY:
         slots = slots_in_array(memory, capacity, ids, wanted)
     elif kind == SHORT:
         slots = slots_of_short(memory, capacity, ids, wanted)

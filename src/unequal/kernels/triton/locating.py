@@ -45,8 +45,8 @@ class Directories:
     def __init__(
         self, tables: Sequence[tuple[Any, Tensor, Tensor, Tensor, int, int, int]], device: torch.device
     ) -> None:
-        """Of each table: its directory, its candidates (ids, utilities, stamps), class_bits, whether candidates are followed,
-        and its clock."""
+        """Of each table: its directory, its candidates (ids, utilities, stamps), class_bits, whether candidates are followed
+        (2: each at the place of its id), and its clock."""
         buckets = [keys.numel() // WAYS for _, keys, *_ in tables]
         self.newcomers = torch.full((sum(buckets),), NOT_ONE.value, dtype=torch.int64, device=device)
         first = self.newcomers.data_ptr()
@@ -104,18 +104,20 @@ def locate_ids(
                 tl.store(owners + positions, tl.where(missing, table, -1).to(tl.int32), mask=here)
             if AT_ONCE:
                 if (followed != 0) & (tl.max(missing.to(tl.int32), 0) != 0):
-                    slot = tl.where(
-                        missing,
-                        known_candidates(
+                    candidate = id_ << class_bits
+                    if followed == 1:
+                        candidate = known_candidates(
                             keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
-                        ),
-                        slot,
-                    )  # fmt: skip
+                        )  # fmt: skip
+                    slot = tl.where(missing, candidate, slot)
             tl.store(slots + positions, tl.where(inside, slot, -1), mask=here)
         else:
             slot = tl.load(slots + positions, mask=inside, other=0)
             missing = inside & (slot < 0)
-            if followed != 0:
+            if followed == 2:
+                if PHASE == 1:
+                    tl.store(slots + positions, id_ << class_bits, mask=missing)
+            elif followed != 0:
                 if PHASE == 1:
                     slot = known_candidates(
                         keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS

@@ -103,16 +103,17 @@ def _place(
 
 
 @triton.jit(do_not_specialize=["slab_log2", "gain"])
-def _fade(classes, slabs, addresses, slab_log2, gain, EACH: tl.constexpr, ROWS: tl.constexpr):
-    """A program takes ROWS rows of a slab. `slabs`: the class of each."""
+def _fade(classes, slabs, rows, addresses, slab_log2, gain, EACH: tl.constexpr, ROWS: tl.constexpr):
+    """A program takes ROWS rows of a slab. `slabs`: the class of each; `rows`: how many it has."""
     number = tl.program_id(0).to(tl.int64) * ROWS
     slab = number >> slab_log2
     place = (number & ((1 << slab_log2) - 1)) + tl.arange(0, ROWS)
     field = classes + tl.load(slabs + slab) * CLASS_FIELDS
     to = tl.load(addresses + slab).to(tl.pointer_type(tl.float32)) + tl.load(field + UTILITY)
     to += place * tl.load(field + WORDS)
+    here = place < tl.load(rows + slab)
     for each in range(EACH):
-        tl.store(to + each, tl.load(to + each) / gain)
+        tl.store(to + each, tl.load(to + each, mask=here, other=0.0) / gain, mask=here)
 
 
 @lru_cache(maxsize=256)
@@ -171,9 +172,10 @@ def fade(rows: TableRows, gain: float) -> None:
     device = records.slabs[0][0].device
     fields, kinds = _describe(rows, device)[0], [k for k, slabs in enumerate(records.slabs) if k for _ in slabs]
     addresses = [slab.data_ptr() for slabs in records.slabs[1:] for slab in slabs]
+    sizes = [slab.shape[0] for slabs in records.slabs[1:] for slab in slabs]
     tile = min(256, 1 << records.slab_log2)
     if kinds:
         _fade[(len(kinds) << records.slab_log2) // tile,](
-            fields, _on_device(tuple(kinds), device), _on_device(tuple(addresses), device), records.slab_log2, gain,
+            fields, *(_on_device(tuple(numbers), device) for numbers in (kinds, sizes, addresses)), records.slab_log2, gain,
             EACH=records.utilities, ROWS=tile,
         )  # fmt: skip

@@ -152,7 +152,9 @@ def update_pieces_of(
         at, lives, w, first, second = read_records(
             record, width, whole, columns, DIM, DTYPE, OPTIMIZER, CHUNK, MASKED, EACH, ALIGN
         )  # fmt: skip
-        held = tl.load(utilities_of(record, width, DTYPE, OPTIMIZER), mask=whole, other=0.0)
+        held = tl.zeros_like(width).to(tl.float32)
+        if KIND:
+            held = tl.load(utilities_of(record, width, DTYPE, OPTIMIZER), mask=whole, other=0.0)
         sums = sum_of_piece(
             source, sources, start, end, live, order, factors, gradients, gradient_first, columns,
             UNIT, DIM, FACTORS, SEQUENCES,
@@ -205,7 +207,9 @@ def join_run(
     at, lives, w, first, second = read_records(
         record, width, live, columns, DIM, DTYPE, OPTIMIZER, CHUNK, MASKED, EACH, ALIGN
     )  # fmt: skip
-    held = tl.load(utilities_of(record, width, DTYPE, OPTIMIZER))
+    held = tl.zeros_like(width).to(tl.float32)
+    if KIND:
+        held = tl.load(utilities_of(record, width, DTYPE, OPTIMIZER))
     total, last = sum_of_run(keys, key, partial, begin, count, columns, PIECE, CUT, DIM, WIDEST, JOIN)
     # The run ends inside its last piece.
     rest = last + tl.arange(0, PIECE)

@@ -1,0 +1,65 @@
+"""How a table's rows are kept as wide as they deserve: what is decided before the first step, and what a round looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..kernels.request import Records
+
+
+@dataclass(slots=True)
+class Purse:
+    """Values that tables which share a budget may still take up before the next round."""
+
+    left: float = 0.0
+
+    def take(self, wanted: int, each: int) -> int:
+        """For how many of so many rows there is enough; it is taken."""
+        rows = max(0, min(wanted, int(self.left // each)))
+        self.left -= rows * each
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrowing:
+    """How a table's rows are kept and followed."""
+
+    chunk: int
+    masked: bool
+    """whether any chunks may be live, or only the first ones"""
+    by_chunk: bool
+    """whether each chunk's utility is followed, or each row's"""
+    kind: int
+    """of utilities; see Records"""
+    start: int
+    """chunks of a row that is new"""
+    rows: float
+    """expected to be live, about: slabs and candidates are sized by it"""
+    candidates: int
+    decay: float
+    """of utilities, per step"""
+    uniform: bool = False
+    """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
+    by_id: bool = False
+    """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
+    purse: Purse = field(default_factory=Purse)
+
+
+@dataclass(slots=True)
+class Census:
+    """All rows of a table that a round decides on: live ones first, then candidates."""
+
+    ids: Tensor
+    slots: Tensor
+    utilities: Tensor
+    """[rows, 1 or chunks]"""
+    masks: Tensor | None
+    """of live chunks, as bits"""
+    live: int
+
+    def chunks(self, records: Records) -> Tensor:
+        """int16: there is one for every row of all tables while a round decides"""
+        return (self.slots & ((1 << records.class_bits) - 1)).to(torch.int16)
