@@ -198,9 +198,7 @@ def sizes(embeddings: uq.Embeddings) -> dict[str, Any]:
         if isinstance(storage, NarrowStorage):
             records = storage.records
             words = records.layout[:, 5]
-            held = sum(
-                (len(records.slabs[k]) << records.slab_log2) * int(words[k]) * 4 for k in range(1, records.chunks + 1)
-            )
+            held = sum(slab.nbytes for slabs in records.slabs[1:] for slab in slabs)
             used = sum(count * int(words[k]) * 4 for k, count in enumerate(storage.counts))
             followed = records.slabs[0][0].nbytes + storage.followed.nbytes + storage._stamps.nbytes
             found = {

@@ -59,7 +59,7 @@ class NarrowStorage(FollowingStorage):
         self.rows.strict = False
         self.rows.records = Records.make(
             table.dim, table.dtype, optimizer, chunk=how.chunk, masked=how.masked, by_chunk=how.by_chunk, kind=how.kind,
-            slab_log2=int(np.clip(int(max(1.0, per_class / 64)).bit_length(), 4, 14)), uniform=how.uniform,
+            slab_log2=int(np.clip(int(max(1.0, per_class / 8)).bit_length(), 4, 14)), uniform=how.uniform,
         )  # fmt: skip
         self.generation = 0
         """grows when slots change their meaning"""

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,18 @@ _TABLE = np.dtype(
 )
 _FEATURE = np.dtype([(name, np.int64) for name in ("table", "first", "count", "missing", "wrong")])
 
+OWN_PAGES = 64 << 10
+"""bytes from which a directory is worth pages of its own"""
+
+
+def _words(count: int) -> Tensor:
+    """Where there are many on pages of their own: a directory stays when all else that a round has made is gone, and in the midst
+    of that it would keep the C library from giving the memory back."""
+    if count * 4 < OWN_PAGES:
+        return torch.empty(count, dtype=torch.int32)
+    area = mmap.mmap(-1, count * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(area, np.int32))
+
 
 class NarrowDirectory:
     """Id → slot for live rows alone. Where ids are below a bound that makes it worth while: an array of slots. Otherwise by open
@@ -48,7 +61,7 @@ class NarrowDirectory:
             self.kind, self._capacity, words = self.ARRAY, self.bound, self.bound
         else:
             self.kind, self._capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
-        self._memory = torch.full((words,), -1, dtype=torch.int32)
+        self._memory = _words(words).fill_(-1)
         self.version += 1
 
     def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
