@@ -7,7 +7,7 @@ gradients travel whole or as narrow as the rows. It is made from a profile of ot
 benchmark has measured on the same cluster and left in the results: so bytes are the same every time. All train 16 steps with
 rounds in them before 12 are measured in which none falls. Bytes are what the links' counters say. No number is reported unless
 every copy equals its owner's row, the budget is kept and spent, and losses are near those of whole rows. Needs root (see
-cluster.py). Takes some five minutes, most of it the starts of eight processes on two cores.
+cluster.py). Takes six minutes of CPU, nearly half of it in the starts of processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Ids as they travel: in as many bytes as the largest of their block can need, the low ones first (as on all machines we know of).
+// Ids as they travel: in as many bytes as the largest of their block can need, the low ones first, as x86 and ARM keep them.
 #pragma once
 
 #include <cstdint>

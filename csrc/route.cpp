@@ -90,9 +90,10 @@ UNEQUAL_API void uq_deal_bags(const int64_t* ids, const int64_t* lengths, int64_
   for (int64_t i = 0; i < total; ++i) dealt[next[size_t(part_of(ids[i]))]++] = ids[i];
 }
 
-// A step's message: the ids of all pieces, by the rank they go to, then by piece in the given order, each in the bytes of its piece. sent: [ranks, pieces] how many
-// each has; first: [ranks, pieces] where their rows will begin in the matrix of their group; places: piece after piece, where the
-// row of each id will lie there, or for ids that go to all, its number. Returns -1 without memory.
+// A step's message: the ids of all pieces, by the rank they go to, then by piece in the given order, each in the bytes of its
+// piece. sent: [ranks, pieces] how many each has; first: [ranks, pieces] where their rows will begin in the matrix of their group;
+// places: piece after piece, where the row of each id will lie there, or for ids that go to all, its number. Returns -1 without
+// memory.
 UNEQUAL_API int uq_deal_rows(const void* described, int64_t count, const int64_t* order, int64_t ranks, int64_t groups,
                              int64_t* sent, int64_t* first, uint8_t* message, int64_t* places) try {
   using namespace unequal;
