@@ -92,8 +92,8 @@ def test_beside_tables_that_are_followed(monkeypatch, kernels):
         ("960 b", (1, 1)),  # one value and AdaGrad's number for each of 120 rows
         ("1100 b", (1, 1)),
         ("1200 b", (2, 1)),  # not enough for all: one table first
-        ("2100 b", (3, 3)),
-        ("2200 b", None),  # what is followed takes less than two thirds
+        ("2050 b", (3, 3)),
+        ("2100 b", None),  # what is followed takes less than seven tenths
         ("959 b", "at least"),  # not every row can have a value, and following needs more than that
         ("30%", None),
     ],

@@ -47,7 +47,7 @@ SMALL = 4 * FOLLOWED
 """rows of a table that can be followed wholly for what FOLLOWED candidates take that are found by hashing"""
 FOLLOWED_ROW = 12
 """bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
-PAYS = 2 / 3
+PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
 Sum = Callable[[float], float]
