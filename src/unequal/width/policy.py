@@ -41,9 +41,11 @@ class Policy(ABC):
     """whether what is long ago counts less"""
     whole: ClassVar[bool] = False
     """whether rows exist wholly or not at all"""
+    percentile: ClassVar[float | None] = None
+    """of a table's rows, in whose worth the others' is measured; None: as Width.thresholds says"""
 
     def measure(self, utilities: Tensor) -> Tensor:
-        """Utilities as they are compared between tables."""
+        """Utilities, in their table's unit, as they are compared."""
         return utilities
 
     @abstractmethod
@@ -72,7 +74,7 @@ class WaterFilling(Policy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fiited(Policy):
-    """Each chunk for itself: its reads × the norm of its gradient, with one threshold for all tables and columns of a budget."""
+    """Each chunk for itself: its reads × the norm of its gradient."""
 
     name: ClassVar[str] = "fiited"
     kind: ClassVar[int] = GRADIENT | READS
@@ -97,12 +99,7 @@ class AdaEmbed(_WholeRows):
 
     name: ClassVar[str] = "adaembed"
     kind: ClassVar[int] = GRADIENT | READS
-
-    def measure(self, utilities: Tensor) -> Tensor:
-        if not utilities.numel():
-            return utilities
-        ordered = utilities.sum(1).sort().values
-        return utilities / ordered[int(0.95 * (ordered.numel() - 1))].clamp(min=1e-30)
+    percentile: ClassVar[float | None] = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
