@@ -251,9 +251,10 @@ WIDTH = [
 
 def test_a_width_arrives(file: Path, tmp_path: Path) -> None:
     assert load_recipe(file).width is None and "[width]" not in load_recipe(file).to_toml()
-    recipe = load_recipe(file, [*WIDTH, "width.tables.item='2 MB'", "width.every=7", "width.policy=fiited"])
+    fields_of_width = ["width.every=7", "width.policy=fiited", "width.thresholds=column"]
+    recipe = load_recipe(file, [*WIDTH, "width.tables.item='2 MB'", *fields_of_width])
     width = build_embeddings(recipe).width
-    assert width is not None and (width.every, width.policy) == (7, "fiited")
+    assert width is not None and (width.every, width.policy, width.thresholds) == (7, "fiited", "column")
     assert width.common.share == 0.25 and width.budget_of("item").size == 2_000_000
     copy = tmp_path / "copy.toml"
     copy.write_text(recipe.to_toml())
@@ -281,6 +282,7 @@ def test_every_field_of_a_width_is_one_of_a_recipe() -> None:
         ("width.every=0", "width.every: expected 1 or more steps, got 0"),
         ("width.every=often", "width.every: expected an integer, got 'often'"),
         ("width.most=2", "width.most: expected more than 0, at most 1, got 2"),
+        ("width.thresholds=column", "width.thresholds: expected 'one' or 'table' with policy 'water-filling'"),
         ("width.start=empty", "width.start: expected 'small' or 'full', got 'empty'"),
         ("width.tolerance=-1", "width.tolerance: expected a share of the loss, 0 or more, got -1"),
         ("width.auto_steps=-1", "width.auto_steps: expected 0 or more, got -1"),

@@ -176,7 +176,8 @@ def test_optimizers_equal_one_process(pool, optimizer):
 
 
 def test_mixtures_equal_one_process(pool):
-    """Owners that pool, hierarchical rows, weights, shares that are uneven or empty, budgets of single tables and in bytes."""
+    """Owners that pool, hierarchical rows, weights, shares that are uneven or empty, budgets of single tables, and units of all
+    ranks' rows: percentiles, means of tables and of columns."""
     runs, expected = [], []
     uneven = [[24, 0, 0, 0] if k % 2 else [0, 5, 19, 0] for k in range(12)]
     for kind, sums, shares, unique, options in [
@@ -186,6 +187,9 @@ def test_mixtures_equal_one_process(pool):
         ("tiers", (), uneven, "node", {"policy": "frequency"}),
         ("tiers", (), uneven, "none", {"policy": "fiited"}),
         ("table_wise", (), None, "node", {"policy": "adaembed"}),
+        ("row_wise", (), uneven, "node", {"thresholds": "table"}),
+        ("table_wise", (), None, "node", {"policy": "fiited", "thresholds": "column"}),
+        ("tiers", (), None, "node", {"policy": "fiited", "thresholds": "column"}),
     ]:
         problem = problem_of(steps=12, **options)
         if sums and unique == "rank":
@@ -194,11 +198,7 @@ def test_mixtures_equal_one_process(pool):
         expected.append(alone(problem))
     results = pool.run(many, runs, world=4, ranks_per_node=2, timeout=120)
     for number, (wanted, reports) in enumerate(expected):
-        policy = runs[number][0].width.policy
-        if policy == "adaembed" and runs[number][1].tables["first"].kind != "table_wise":
-            # Tables are measured by a percentile, which every rank has of its own rows.
-            assert all(of_rank[number][1][-1].values <= reports[-1].full for of_rank in results)
-            continue
+        assert all(of_rank[number][1] == reports for of_rank in results)
         wrong = differences(wanted, [of_rank[number][0] for of_rank in results])
         assert not wrong, f"run {number}\n" + "\n".join(wrong[:20])
 

@@ -1,6 +1,7 @@
 """Rounds: how a threshold is found, who is held back, and what lays rows out anew."""
 
 import math
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 import unequal as uq
 from unequal.kernels import cpu, reference
 from unequal.width import rounds as rounds_module
+from unequal.width.measures import alone_in_all, means, percentiles
+from unequal.width.parts import Sample, _counts, steadily
 from unequal.width.policy import Rows, policy_of
-from unequal.width.rounds import CLOSE, Rounds, _Sample, _steadily
+from unequal.width.rounds import CLOSE, Rounds
 
 CHUNKS = 4
 
@@ -30,7 +33,7 @@ def samples_of(policy, rows, seed=0):
     else:
         old = torch.randint(0, CHUNKS + 1, (rows,), generator=generator).to(torch.int16)
         old = old // CHUNKS * CHUNKS if policy.whole else old
-    return [_Sample(policy, Rows(utilities, CHUNKS, 1), old, torch.ones(rows, dtype=torch.float64))]
+    return [Sample(policy, Rows(utilities, CHUNKS, 1), old, torch.ones(rows, dtype=torch.float64))]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
@@ -120,5 +123,113 @@ def test_counts_fit_their_numbers():
     """A vector of 63 chunks, all of them live."""
     policy = policy_of("fiited")
     rows, old = Rows(torch.ones(3, 63), 63, 1), torch.zeros(3, 63, dtype=torch.bool)
-    chosen = _steadily(policy, rows, old, 0.5, 0.1)
-    assert rounds_module._counts(chosen).tolist() == [63] * 3
+    chosen = steadily(policy, rows, old, 0.5, 0.1)
+    assert _counts(chosen).tolist() == [63] * 3
+
+
+def two_tables(policy, thresholds, budget):
+    """Rows 0 to 7 of each table are live or followed, and worth what is said; the second's gradients are small."""
+    module = module_of([8, 8], budget=budget, policy=policy, thresholds=thresholds, hysteresis=0.0, most=1.0)
+    module(uq.Batch(("f0", "f1"), torch.arange(8).repeat(2), torch.ones(16, dtype=torch.long))).pooled.sum().backward()
+    worth = torch.tensor([8.0, 7, 6, 5, 4, 3, 2, 1])
+    for storage, scale in zip(module._storages.values(), (1.0, 0.01)):
+        state = storage.state()
+        live = set(state["ids"].tolist())
+        state["candidates"] = torch.tensor([id_ for id_ in range(8) if id_ not in live], dtype=torch.int64)
+        for ids, utilities in (("ids", "utilities"), ("candidates", "candidate_utilities")):
+            columns = torch.tensor([1.0, 1e-3, 1e-3, 1e-3]) if policy == "fiited" else torch.ones(1)
+            state[utilities] = scale * worth[state[ids]][:, None] * columns
+        storage.load(state)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("policy", "thresholds", "expected"),
+    [
+        # A quarter of 2 × 8 × 4 values: 4 whole rows of the 8 that are worth most, or 2 of each table.
+        ("itep", "one", ({0: 4, 1: 4, 2: 4, 3: 4}, {})),
+        ("itep", "table", ({0: 4, 1: 4}, {0: 4, 1: 4})),
+        # 16 chunks: all first ones of the first table, then of the second; or the first ones of both; or of any column the best.
+        ("fiited", "one", (dict.fromkeys(range(8), 1), dict.fromkeys(range(8), 1))),
+        ("fiited", "table", (dict.fromkeys(range(8), 1), dict.fromkeys(range(8), 1))),
+        ("fiited", "column", ({0: 4, 1: 4}, {0: 4, 1: 4})),
+        # Worth 8^0.8, 7^0.8, … of the first alone, or the same widths in both.
+        ("water-filling", "table", ({0: 3, 1: 3, 2: 2, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1},) * 2),
+    ],
+)
+def test_what_is_compared_with_what(policy, thresholds, expected):
+    module = two_tables(policy, thresholds, "25%" if policy != "water-filling" else 0.47)
+    for step in range(6):  # not all may move at once
+        assert module._rounds.round(step).values <= module.width.common.share * 64
+    for storage, wanted in zip(module._storages.values(), expected):
+        state = storage.state()
+        assert dict(zip(state["ids"].tolist(), state["widths"].tolist())) == wanted
+
+
+def spread(values):
+    """As on two ranks: the first has the first table and half of the second, the other the rest."""
+    first, second = values["a"], values["b"]
+    return [{"a": first, "b": second[::2]}, {"b": second[1::2]}]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40, 5000])
+def test_units_are_those_of_all_ranks(rows):
+    generator = torch.Generator().manual_seed(rows)
+    values = {"a": torch.rand(rows, 1, generator=generator) ** 9, "b": torch.rand(rows + 1, 1, generator=generator)}
+    values["b"][0] = 0.0
+    tables = ["a", "b", "empty"]
+    whole = percentiles(tables, values, 0.95, alone_in_all)
+    for name, part in values.items():
+        ordered = part[:, 0].sort().values
+        assert whole[name] == ordered[int(0.95 * (len(ordered) - 1))].clamp(min=1e-30)
+
+    def on_ranks(work):
+        """Every rank's result, where each waits for all sums of the others."""
+        barrier, given, found = Barrier(2), [None, None], [None, None]
+
+        def of(rank, own):
+            def totals(numbers):
+                given[rank] = numbers
+                barrier.wait(30)
+                total = given[0] + given[1]
+                barrier.wait(30)
+                return total
+
+            found[rank] = work(own, totals)
+
+        threads = [Thread(target=of, args=pair, daemon=True) for pair in enumerate(spread(values))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return found
+
+    for found in on_ranks(lambda own, totals: percentiles(tables, own, 0.95, totals)):
+        assert found == whole
+    columns = dict.fromkeys(tables, 1)
+    expected = means(columns, values, alone_in_all)
+    assert expected["a"].item() == pytest.approx(values["a"].mean().item(), rel=2**-12) and expected["empty"] == 1.0
+    for found in on_ranks(lambda own, totals: means(columns, own, totals)):
+        assert found == expected
+
+
+def test_wrong_thresholds_say_what_is_right():
+    with pytest.raises(uq.RecipeError, match="'one', 'table' or 'column', got 'rows'"):
+        uq.Width(thresholds="rows")
+    with pytest.raises(
+        uq.RecipeError, match=r"'one' or 'table' with policy 'water-filling'.*chunks are followed by fiited"
+    ):
+        uq.Width(thresholds="column")
+    assert uq.Width(policy="fiited", thresholds="column").thresholds == "column"
+
+
+@pytest.mark.parametrize("thresholds", ["table", "column"])
+def test_stays_inside_the_budget_in_every_unit(thresholds):
+    policy = "fiited" if thresholds == "column" else "water-filling"
+    module = module_of([300, 50], budget="20%", policy=policy, thresholds=thresholds, every=4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        ids = torch.cat([torch.randint(0, rows, (40,), generator=generator) for rows in (300, 50)])
+        out = module(uq.Batch(("f0", "f1"), ids, torch.ones(80, dtype=torch.long))).pooled
+        (out * torch.rand(40, 1, generator=generator)).sum().backward()
+        assert sum(storage.values for storage in module._storages.values()) <= 0.2 * 350 * 4

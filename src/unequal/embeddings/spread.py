@@ -182,7 +182,8 @@ class SpreadTables(Embeddings):
         shares = dict.fromkeys(self.tables, 0.0)
         for shard in self.placement.shards(self.mesh.rank):
             shares[shard.table] = 1 / shard.parts
-        return Rounds(width, self.tables, self.optimizers, self.mesh.total, self.mesh.world, shares)
+        mesh = self.mesh
+        return Rounds(width, self.tables, self.optimizers, mesh.total, mesh.world, shares, mesh.totals)
 
     def _narrow_storages(self) -> dict[str, NarrowStorage]:
         return dict(self._narrow_shards())

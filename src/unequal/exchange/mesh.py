@@ -148,10 +148,15 @@ class Mesh:
 
     def total(self, value: float) -> float:
         """The sum of a number over all ranks, in rank order: the same on all of them."""
+        return float(self.totals(np.array([value]))[0])
+
+    def totals(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same of many numbers."""
         if self.world == 1:
-            return value
-        bits = np.full((self.world, 1), np.float64(value).view(np.int64))
-        return float(sum(self.everyone.all_to_all_counts(bits)[:, 0].view(np.float64).tolist()))
+            return values
+        bits = np.tile(np.ascontiguousarray(values, np.float64).view(np.int64), (self.world, 1))
+        parts = self.everyone.all_to_all_counts(bits).view(np.float64)
+        return np.asarray(sum(parts[1:], parts[0]))
 
     def sum_exactly(self, counts: Tensor) -> Tensor:
         """The sum of whole numbers over all ranks, which no order changes, on the CPU."""

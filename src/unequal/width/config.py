@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from ..errors import RecipeError, nearest
 from ..tables import Table
-from .policy import POLICIES
+from .policy import POLICIES, policy_of
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+THRESHOLDS = ("one", "table", "column")
 MOST_CHUNKS = 32
 """of a vector, unless it is asked for more: beyond that classes are too many for too few rows each"""
 
@@ -61,6 +62,10 @@ class Width:
     """by how much the threshold must be passed before a row changes"""
     most: float = 0.5
     """share of the budget that may move in one round"""
+    thresholds: str = "one"
+    """what rows of different tables are measured by. "one": the same for all, so that the table whose gradients are larger gets
+    more. "table": the mean of the rows of each table, so that each has a threshold of its own, and all meet the budget together.
+    "column": the mean of each chunk of each table, for policies that follow chunks. AdaEmbed has its own measure"""
     start: str = "small"
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
@@ -88,6 +93,15 @@ class Width:
             raise RecipeError("width hysteresis", "0 or more, below 10", self.hysteresis)
         if not 0 < self.most <= 1:
             raise RecipeError("width most", "more than 0, at most 1", self.most)
+        if self.thresholds not in THRESHOLDS:
+            raise RecipeError("width thresholds", "'one', 'table' or 'column'", self.thresholds)
+        if self.thresholds == "column" and not policy_of(self.policy).by_chunk:
+            able = ", ".join(name for name in POLICIES if policy_of(name).by_chunk)
+            raise RecipeError(
+                "width thresholds",
+                f"'one' or 'table' with policy '{self.policy}', which follows rows; chunks are followed by {able}",
+                self.thresholds,
+            )
         if self.start not in ("small", "full"):
             raise RecipeError("width start", "'small' or 'full'", self.start)
         if self.gradients not in ("whole", "norms"):

@@ -43,9 +43,11 @@ class Policy(ABC):
     """whether rows exist wholly or not at all"""
     levels: ClassVar[bool] = False
     """whether small tables may have rows that are all equally wide, where following them would cost more than it brings"""
+    percentile: ClassVar[float | None] = None
+    """of a table's rows, in whose worth the others' is measured; None: as Width.thresholds says"""
 
     def measure(self, utilities: Tensor) -> Tensor:
-        """Utilities as they are compared between tables."""
+        """Utilities, in their table's unit, as they are compared."""
         return utilities
 
     @abstractmethod
@@ -75,7 +77,7 @@ class WaterFilling(Policy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fiited(Policy):
-    """Each chunk for itself: its reads × the norm of its gradient, with one threshold for all tables and columns of a budget."""
+    """Each chunk for itself: its reads × the norm of its gradient."""
 
     name: ClassVar[str] = "fiited"
     kind: ClassVar[int] = GRADIENT | READS
@@ -100,12 +102,7 @@ class AdaEmbed(_WholeRows):
 
     name: ClassVar[str] = "adaembed"
     kind: ClassVar[int] = GRADIENT | READS
-
-    def measure(self, utilities: Tensor) -> Tensor:
-        if not utilities.numel():
-            return utilities
-        ordered = utilities.sum(1).sort().values
-        return utilities / ordered[int(0.95 * (ordered.numel() - 1))].clamp(min=1e-30)
+    percentile: ClassVar[float | None] = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

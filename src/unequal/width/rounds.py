@@ -8,30 +8,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from ..errors import RecipeError
-from ..kernels.request import WAYS, Records, mix64
+from ..kernels.request import WAYS
 from ..optim import Optimizer
 from ..storage.memory import give_back_freed
-from ..storage.narrow import Census, Narrowing, NarrowStorage, Purse
+from ..storage.narrow import Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
-from .policy import Policy, Rows, policy_of
+from .measures import Totals, alone_in_all, means, percentiles
+from .parts import SAMPLE, Part, Sample, samples_of
+from .policy import Policy, policy_of
 
-SAMPLE = 200_000
-"""rows from which the threshold is found"""
 THIN = 8
-"""every so many of them tell about where it is"""
+"""every so many rows of the sample tell about where the threshold is"""
 LOWEST, HIGHEST = -80.0, 80.0
 """logarithms of thresholds"""
 PRECISE = 2e-6
 """a threshold is not looked for more closely than that"""
 CLOSE = 5e-4
 """share of a budget that may be left over by the threshold: the sample says no more, and new rows take it"""
-MANY = 1 << 17
-"""rows of a table from which what a round needed for it goes back to the system at once, or the C library would keep it"""
 MARGINS = (0.05, 0.5, 3.0, math.inf)
 """by which growth is cut more than it must be, until it is enough: which rows grow is decided by their ids"""
 FOLLOWED = 8192
@@ -105,8 +100,8 @@ class Group:
 
 class Rounds:
     """The widths of a module's tables. `total`: sums a number over all ranks, which all call it as often; `ranks`: how many there
-    are; `shares`: by table which part of its rows this one has, by default an equal one. All ranks' purses are one: what is taken
-    from it on any of them is taken on all."""
+    are; `shares`: by table which part of its rows this one has, by default an equal one; `totals`: sums many numbers. All ranks'
+    purses are one: what is taken from it on any of them is taken on all."""
 
     def __init__(
         self,
@@ -116,9 +111,10 @@ class Rounds:
         total: Sum = alone,
         ranks: int = 1,
         shares: Mapping[str, float] | None = None,
+        totals: Totals = alone_in_all,
     ) -> None:
         self.width, self.tables, self.total, self.ranks = width, dict(tables), total, ranks
-        self.optimizers = dict(optimizers)
+        self.totals, self.optimizers = totals, dict(optimizers)
         self.shares = dict.fromkeys(tables, 1 / ranks) if shares is None else dict(shares)
         self.policy: Policy = policy_of(width.policy)
         unknown = [name for name in width.tables if name not in tables]
@@ -338,7 +334,7 @@ class Rounds:
         return report
 
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
-        parts = self._together(lambda: [_Part(storage, self.policy) for storage in self._of(group)])
+        parts = self._parts(group)
         budget = self._budget(group, step)
         threshold = self._threshold(parts, budget)
         for part in parts:
@@ -366,6 +362,22 @@ class Rounds:
             puts.pop(0)()  # what it holds goes with it
         return sum(part.pruned for part in parts), sum(part.regained for part in parts)
 
+    def _parts(self, group: Group) -> list[Part]:
+        """The group's tables, with what their rows are worth as it is compared."""
+        by_percentile, by_mean = self.policy.percentile, self.width.thresholds != "one"
+        if by_percentile is None and not by_mean:
+            return self._together(lambda: [Part(storage, self.policy).measure() for storage in self._of(group)])
+        parts = self._together(lambda: [Part(storage, self.policy) for storage in self._of(group)])
+        names = [name for name in group.tables if name in self.storages]
+        utilities = {name: part.census.utilities for name, part in zip(names, parts)}
+        if by_percentile is not None:
+            units = percentiles(group.tables, utilities, by_percentile, self.totals)
+        else:
+            by_column = self.width.thresholds == "column"
+            columns = {name: self.tables[name].dim // self.how[name].chunk if by_column else 1 for name in group.tables}
+            units = means(columns, utilities, self.totals)
+        return self._together(lambda: [part.measure(units[name]) for name, part in zip(names, parts)])
+
     def _together(self, work: Callable[[], list[Made]]) -> list[Made]:
         """What it gives, unless some rank has no memory for it: then all have none."""
         made: list[Made] = []
@@ -378,15 +390,15 @@ class Rounds:
             raise missing if missing is not None else MemoryError("no memory on another rank")
         return made
 
-    def _threshold(self, parts: list[_Part], budget: float) -> float:
+    def _threshold(self, parts: list[Part], budget: float) -> float:
         """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
-        samples = _samples(parts)
+        samples = samples_of(parts)
         guess = None
         if self.total(float(sum(len(sample.old) for sample in samples))) > SAMPLE / 4:
             guess = self._search([sample.thin(THIN) for sample in samples], budget, None, 0.02)
         return math.exp(self._search(samples, budget, guess, CLOSE))
 
-    def _search(self, samples: list[_Sample], budget: float, guess: float | None, close: float) -> float:
+    def _search(self, samples: list[Sample], budget: float, guess: float | None, close: float) -> float:
         """A threshold's logarithm, at which the budget is spent but for such a share. Each try is a sum over all ranks."""
 
         def spent_at(threshold: float) -> float:
@@ -418,145 +430,3 @@ class Rounds:
                     break
             slow += span < 2 and high - low > span / 2
         return high
-
-
-def _steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
-    """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
-    grown = policy.chosen(rows, threshold * (1 + hysteresis))
-    shrunk = policy.chosen(rows, threshold / (1 + hysteresis))
-    if old.dtype == torch.bool:
-        return grown | (old & shrunk)
-    return torch.minimum(torch.maximum(old, grown), shrunk)
-
-
-def _counts(chosen: Tensor) -> Tensor:
-    """Chunks of every row."""
-    if chosen.dtype == torch.bool:
-        return (
-            chosen.view(torch.uint8).sum(1, dtype=torch.uint8).to(torch.int16)
-        )  # at most 63; other sums are far slower
-    return chosen
-
-
-@dataclass(slots=True)
-class _Sample:
-    """Rows of tables of one shape, of which each stands for as many as its weight says."""
-
-    policy: Policy
-    rows: Rows
-    old: Tensor
-    weights: Tensor
-
-    def values(self, threshold: float, hysteresis: float) -> float:
-        """that would live"""
-        chosen = _steadily(self.policy, self.rows, self.old, threshold, hysteresis)
-        return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
-
-    def thin(self, by: int) -> _Sample:
-        rows = Rows(self.rows.utilities[::by].contiguous(), self.rows.chunks, self.rows.values)
-        return _Sample(self.policy, rows, self.old[::by].contiguous(), self.weights[::by] * by)
-
-
-def _samples(parts: list[_Part]) -> list[_Sample]:
-    """Tables of one shape together: a model may have hundreds."""
-    step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
-    shapes: dict[tuple[int, int], list[_Part]] = {}
-    for part in parts:
-        shapes.setdefault((part.rows.chunks, part.rows.values), []).append(part)
-    samples = []
-    for (chunks, values), members in shapes.items():
-        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), chunks, values)
-        old = torch.cat([part.held[::step] for part in members])
-        weights = [
-            torch.full(
-                (len(part.held[::step]),), part.old.numel() / max(1, len(part.held[::step])), dtype=torch.float64
-            )
-            for part in members
-        ]
-        samples.append(_Sample(members[0].policy, rows, old, torch.cat(weights).to(old.device)))
-    return samples
-
-
-def _tidy(rows: int) -> None:
-    """After work on so many rows of a table."""
-    if rows >= MANY:
-        give_back_freed()
-
-
-class _Part:
-    """One table in a round."""
-
-    def __init__(self, storage: NarrowStorage, policy: Policy) -> None:
-        self.storage, self.policy = storage, policy
-        self.records: Records = storage.records
-        self.census: Census = storage.census()
-        _tidy(len(self.census.ids))
-        self.rows = Rows(policy.measure(self.census.utilities), self.records.chunks, self.records.chunk)
-        self.old = self.census.chunks(self.records)
-        self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
-        """its chunks, where any may live"""
-        self.new: Tensor = self.old
-        self.pruned = self.regained = 0
-        self._draws = 0
-
-    def _bits(self, masks: Tensor) -> Tensor:
-        bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
-        for k in range(self.records.chunks):  # all at once would take 8 bytes for each
-            bits[:, k] = masks >> k & 1
-        return bits
-
-    def _masks(self) -> Tensor:
-        masks = torch.zeros_like(self.census.ids)
-        for k in range(self.records.chunks):
-            masks |= self.new[:, k].to(torch.int64) << k
-        return masks
-
-    def choose(self, threshold: float, hysteresis: float) -> None:
-        self.new = _steadily(self.policy, self.rows, self.held, threshold, hysteresis)
-
-    @property
-    def _counts(self) -> Tensor:
-        return _counts(self.new)
-
-    def moved(self) -> int:
-        return int((self._counts - self.old).abs().sum()) * self.records.chunk
-
-    def new_values(self) -> int:
-        return int(self._counts.sum()) * self.records.chunk
-
-    def _keep(self, which: Tensor) -> None:
-        """These rows stay as they are."""
-        self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
-
-    def growth(self) -> int:
-        return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
-
-    def hold_back(self, share: float, step: int) -> None:
-        """Only about this share of the rows may change; which, their ids decide, and others the next time."""
-        self._keep(self._beyond(share, step))
-
-    def grow_less(self, share: float, step: int) -> None:
-        """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
-        self._keep((self._counts > self.old) & self._beyond(share, step))
-
-    def _beyond(self, share: float, step: int) -> Tensor:
-        # Every time others: rows that were left alone before would be so again, and the rest untouched.
-        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step + (self._draws << 40)) >> 1), 1 << 20)
-        self._draws += 1
-        chosen: Tensor = numbers >= int(share * (1 << 20))
-        return chosen
-
-    def prepare(self) -> Callable[[], None]:
-        masks = None
-        if self.new.dtype == torch.bool:
-            masks = self._masks()
-            went, came = int((self.held & ~self.new).sum()), int((self.new & ~self.held).sum())
-        else:
-            change = self.new - self.old
-            went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
-        self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
-        census, counts = self.census, self._counts
-        del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
-        put = self.storage.prepare(census, counts, masks)
-        _tidy(len(census.ids))
-        return put

@@ -1,0 +1,167 @@
+"""What a round knows of a table, and the sample of all of them from which the threshold is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.request import Records, mix64
+from ..storage.memory import give_back_freed
+from ..storage.narrow import Census, NarrowStorage
+from .policy import Policy, Rows
+
+SAMPLE = 200_000
+"""rows from which the threshold is found"""
+MANY = 1 << 17
+"""rows of a table from which what a round needed for it goes back to the system at once, or the C library would keep it"""
+
+
+def steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
+    """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
+    grown = policy.chosen(rows, threshold * (1 + hysteresis))
+    shrunk = policy.chosen(rows, threshold / (1 + hysteresis))
+    if old.dtype == torch.bool:
+        return grown | (old & shrunk)
+    return torch.minimum(torch.maximum(old, grown), shrunk)
+
+
+def _counts(chosen: Tensor) -> Tensor:
+    """Chunks of every row."""
+    if chosen.dtype == torch.bool:
+        return (
+            chosen.view(torch.uint8).sum(1, dtype=torch.uint8).to(torch.int16)
+        )  # at most 63; other sums are far slower
+    return chosen
+
+
+@dataclass(slots=True)
+class Sample:
+    """Rows of tables of one shape, of which each stands for as many as its weight says."""
+
+    policy: Policy
+    rows: Rows
+    old: Tensor
+    weights: Tensor
+
+    def values(self, threshold: float, hysteresis: float) -> float:
+        """that would live"""
+        chosen = steadily(self.policy, self.rows, self.old, threshold, hysteresis)
+        return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
+
+    def thin(self, by: int) -> Sample:
+        rows = Rows(self.rows.utilities[::by].contiguous(), self.rows.chunks, self.rows.values)
+        return Sample(self.policy, rows, self.old[::by].contiguous(), self.weights[::by] * by)
+
+
+def samples_of(parts: list[Part]) -> list[Sample]:
+    """Tables of one shape together: a model may have hundreds."""
+    step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
+    shapes: dict[tuple[int, int], list[Part]] = {}
+    for part in parts:
+        shapes.setdefault((part.rows.chunks, part.rows.values), []).append(part)
+    samples = []
+    for (chunks, values), members in shapes.items():
+        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), chunks, values)
+        old = torch.cat([part.held[::step] for part in members])
+        weights = [
+            torch.full(
+                (len(part.held[::step]),), part.old.numel() / max(1, len(part.held[::step])), dtype=torch.float64
+            )
+            for part in members
+        ]
+        samples.append(Sample(members[0].policy, rows, old, torch.cat(weights).to(old.device)))
+    return samples
+
+
+def _tidy(rows: int) -> None:
+    """After work on so many rows of a table."""
+    if rows >= MANY:
+        give_back_freed()
+
+
+class Part:
+    """One table in a round."""
+
+    def __init__(self, storage: NarrowStorage, policy: Policy) -> None:
+        """`measure` comes next."""
+        self.storage, self.policy = storage, policy
+        self.records: Records = storage.records
+        self.census: Census = storage.census()
+        _tidy(len(self.census.ids))
+        self.old = self.census.chunks(self.records)
+        self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
+        """its chunks, where any may live"""
+        self.new: Tensor = self.old
+        self.pruned = self.regained = 0
+        self._draws = 0
+
+    def measure(self, unit: Tensor | None = None) -> Part:
+        """Makes what its rows are worth comparable with those of other tables: in this unit of each number, or as it is."""
+        utilities = self.census.utilities if unit is None else self.census.utilities / unit.to(self.census.ids.device)
+        self.rows = Rows(self.policy.measure(utilities), self.records.chunks, self.records.chunk)
+        return self
+
+    def _bits(self, masks: Tensor) -> Tensor:
+        bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
+        for k in range(self.records.chunks):  # all at once would take 8 bytes for each
+            bits[:, k] = masks >> k & 1
+        return bits
+
+    def _masks(self) -> Tensor:
+        masks = torch.zeros_like(self.census.ids)
+        for k in range(self.records.chunks):
+            masks |= self.new[:, k].to(torch.int64) << k
+        return masks
+
+    def choose(self, threshold: float, hysteresis: float) -> None:
+        self.new = steadily(self.policy, self.rows, self.held, threshold, hysteresis)
+
+    @property
+    def _counts(self) -> Tensor:
+        return _counts(self.new)
+
+    def moved(self) -> int:
+        return int((self._counts - self.old).abs().sum()) * self.records.chunk
+
+    def new_values(self) -> int:
+        return int(self._counts.sum()) * self.records.chunk
+
+    def _keep(self, which: Tensor) -> None:
+        """These rows stay as they are."""
+        self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
+
+    def growth(self) -> int:
+        return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
+
+    def hold_back(self, share: float, step: int) -> None:
+        """Only about this share of the rows may change; which, their ids decide, and others the next time."""
+        self._keep(self._beyond(share, step))
+
+    def grow_less(self, share: float, step: int) -> None:
+        """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
+        self._keep((self._counts > self.old) & self._beyond(share, step))
+
+    def _beyond(self, share: float, step: int) -> Tensor:
+        # Every time others: rows that were left alone before would be so again, and the rest untouched.
+        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step + (self._draws << 40)) >> 1), 1 << 20)
+        self._draws += 1
+        chosen: Tensor = numbers >= int(share * (1 << 20))
+        return chosen
+
+    def prepare(self) -> Callable[[], None]:
+        masks = None
+        if self.new.dtype == torch.bool:
+            masks = self._masks()
+            went, came = int((self.held & ~self.new).sum()), int((self.new & ~self.held).sum())
+        else:
+            change = self.new - self.old
+            went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
+        self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
+        census, counts = self.census, self._counts
+        del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
+        put = self.storage.prepare(census, counts, masks)
+        _tidy(len(census.ids))
+        return put
