@@ -22,6 +22,7 @@ from ..optim import Optimizer
 from ..tables import Table
 from .memory import own_pages
 from .tables import Storage
+from .tally import Tally
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,6 +64,7 @@ class Narrowing:
     decay: float
     """of utilities, per step"""
     purse: Purse = field(default_factory=Purse)
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)
@@ -163,6 +165,7 @@ class NarrowStorage(Storage):
             return slots
         records = self.records
         self.tick()
+        self.how.tally.note(ids.numel(), unfound)
         if not unfound:
             return slots
         if self.affords_rows:

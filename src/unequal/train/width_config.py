@@ -40,6 +40,8 @@ class WidthConfig:
     """By how much the threshold must be passed before a row changes."""
     most: float = _default("most")
     """Share of the budget that may move in one round."""
+    adapt: bool = _default("adapt")
+    """Whether rounds are as close together as the first ones again when popularity shifts."""
     start: str = _default("start")
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds."""
     ramp: int = _default("ramp")

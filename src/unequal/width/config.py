@@ -61,6 +61,8 @@ class Width:
     """by how much the threshold must be passed before a row changes"""
     most: float = 0.5
     """share of the budget that may move in one round"""
+    adapt: bool = True
+    """whether rounds are as close together as the first ones again when popularity shifts: many ids have no row then"""
     start: str = "small"
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
@@ -88,6 +90,8 @@ class Width:
             raise RecipeError("width hysteresis", "0 or more, below 10", self.hysteresis)
         if not 0 < self.most <= 1:
             raise RecipeError("width most", "more than 0, at most 1", self.most)
+        if not isinstance(self.adapt, bool):
+            raise RecipeError("width adapt", "true or false", self.adapt)
         if self.start not in ("small", "full"):
             raise RecipeError("width start", "'small' or 'full'", self.start)
         if self.gradients not in ("whole", "norms"):
@@ -128,4 +132,7 @@ class Width:
         """After so many steps: at 1/32, 1/16, … of the interval, then at each."""
         if step % self.every == 0:
             return step > 0
+        return self.is_early(step)
+
+    def is_early(self, step: int) -> bool:
         return any(step == max(1, self.every >> k) for k in range(1, 6))

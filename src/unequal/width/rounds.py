@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from ..storage.narrow import Census, Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
 from .policy import Policy, Rows, policy_of
+from .shift import Shifts
 
 SAMPLE = 200_000
 """rows from which the threshold is found"""
 HALVINGS = 26
 """of the span of thresholds, which is then known to 2 in a million"""
-MARGIN = 0.05
-"""by which growth is cut more than it must be: which rows grow is decided by their ids"""
+CUTS = (1.05, 1.5, 3.0, math.inf)
+"""how many times as much growth is cut as must be, tried in turn: which rows grow is decided by their ids, so that it varies"""
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
@@ -56,6 +57,8 @@ class RoundReport:
     """values that went"""
     regained: int
     failed: str = ""
+    shifted: bool = False
+    """whether it came because popularity has shifted"""
 
     @property
     def kept(self) -> float:
@@ -110,6 +113,10 @@ class Rounds:
         self.storages: dict[str, NarrowStorage] = {}
         self._warned = False
         self.how = {name: self._narrowing(name, optimizers[name]) for name in self.tables}
+        settled = max(width.every, width.ramp if width.start == "full" else 0)
+        names = [f"{group.name}: {group.budget.share or group.budget.size}" for group in self.groups]
+        tallies = [[self.how[name].tally for name in group.tables] for group in self.groups]
+        self.shifts = Shifts(width.every, settled, dict(zip(names, tallies)))
 
     def _group(self) -> list[Group]:
         groups = []
@@ -196,9 +203,12 @@ class Rounds:
                 f"{group.budget.size:,}",
             )
 
-    def attach(self, storages: Mapping[str, NarrowStorage], step: int = 0) -> None:
-        """The tables as they are, before the first step or after they were loaded."""
+    def attach(
+        self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None
+    ) -> None:
+        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them."""
         self.storages = dict(storages)
+        self.shifts.load(watched)
         self._fill_purses(step)
 
     def _fill_purses(self, step: int) -> None:
@@ -231,11 +241,20 @@ class Rounds:
 
     def after_step(self, step: int) -> RoundReport | None:
         """`step`: how many there have been. All ranks call it."""
-        if not self.policy.kind or not self.width.is_round(step):
+        if not self.policy.kind:
             return None
-        return self.round(step)
+        if self.width.adapt and self.shifts.ends_window(step):
+            self.shifts.look(step, self.total, self._is_spent)
+        since = self.shifts.since if self.width.adapt else None
+        shifted = since is not None and self.width.is_early(step - since)
+        return self.round(step, shifted) if shifted or self.width.is_round(step) else None
 
-    def round(self, step: int) -> RoundReport:
+    def _is_spent(self, number: int) -> bool:
+        """Whether some table of a group has to refuse new rows."""
+        group = self.groups[number]
+        return group.purse.left < max(self.how[name].start * self.how[name].chunk for name in group.tables)
+
+    def round(self, step: int, shifted: bool = False) -> RoundReport:
         pruned = regained = 0
         failed = ""
         for group in self.groups:
@@ -261,6 +280,7 @@ class Rounds:
             int(self.total(float(pruned))),
             int(self.total(float(regained))),
             failed,
+            shifted,
         )
         self.reports.append(report)
         return report
@@ -272,23 +292,25 @@ class Rounds:
         for part in parts:
             part.choose(threshold, self.width.hysteresis)
         moved = self.total(float(sum(part.moved() for part in parts)))
-        if moved > self.width.most * budget:
+        allowed = min(1.0, self.width.most * budget / max(moved, 1.0))
+        if allowed < 1:
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
             held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
                 if held > budget:
-                    part.grow_less(self.width.most * budget / moved, step)
+                    part.grow_less(allowed, step)
                 else:
-                    part.hold_back(self.width.most * budget / moved, step)
+                    part.hold_back(allowed, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         grown = self.total(float(sum(part.growth() for part in parts)))
-        if over > 0 and grown > 0:
+        for cut in CUTS:
+            if over <= 0 or grown <= 0:
+                break
+            # Of the rows that were allowed to change: those that were not have the higher numbers.
             for part in parts:
-                part.grow_less(max(0.0, 1 - (1 + MARGIN) * over / grown), step)
-            over = self.total(float(sum(part.new_values() for part in parts))) - budget
-            if over > 0:
-                for part in parts:
-                    part.grow_less(0.0, step)
+                part.grow_less(allowed * max(0.0, 1 - cut * over / grown), step)
+            if self.total(float(sum(part.new_values() for part in parts))) <= budget:
+                break
         # All tables of a group on all ranks or none: the budget is theirs together.
         for put in self._together(lambda: [part.prepare() for part in parts]):
             put()
