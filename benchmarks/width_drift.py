@@ -136,7 +136,7 @@ class Training:
         """Rows stay as wide as they are, and there are no new ones."""
         rounds = self.embeddings._rounds
         assert rounds is not None
-        rounds.width = replace(rounds.width, every=1 << 40)
+        rounds.width = replace(rounds.width, every=1 << 40, adapt=False)
         for group in rounds.groups:
             group.purse.left = 0.0
 

@@ -408,16 +408,22 @@ class Embeddings(nn.Module):
         """Every table's storage and which part of the table it is: here the whole."""
         return [(Shard(name, 0, storage.table.dim, 0, 1, 0), storage) for name, storage in self._storages.items()]
 
-    def tables_filled(self, purses: Mapping[str, float] | None = None) -> None:
+    def tables_filled(
+        self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None
+    ) -> None:
         """To be called where rows were put into the tables from outside: what a width budget leaves for new ones is counted anew,
-        or is what it was. `purses`: by table. All ranks call it."""
+        or is what it was. `purses`: by table. `watched`: what was known of their popularity. All ranks call it."""
         if self._rounds is None:
             return
         self._generation += 1
-        self._rounds.attach(self._narrow_storages(), self.step)
+        self._rounds.attach(self._narrow_storages(), self.step, watched)
         if purses is not None:
             for group in self._rounds.groups:
                 group.purse.left = purses[group.tables[0]]
+
+    def watched(self) -> dict[str, Any] | None:
+        """What this rank knows of the popularity of rows, where they have a width budget; see `unequal.width.Shifts`."""
+        return None if self._rounds is None else self._rounds.shifts.state()
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, optimizer state and directories over all tables."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..exchange.mesh import Mesh
 from ..plan.placement import Placement, Shard, part_of, place
 from ..storage import Storage
+from ..width import Shifts
 from .drift import Drift
 from .module import Embeddings, exact_device
 from .sharded import ShardedEmbeddings
@@ -47,7 +48,11 @@ def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
         storage.load(cut(whole[shard.table].state(), shard, embeddings.tables[shard.table].rows is None))
     sharded.step = embeddings.step
     hows = {name: embeddings._narrowing(name) for name in embeddings.tables}
-    sharded.tables_filled({name: how.purse.left for name, how in hows.items() if how is not None})
+    watched = embeddings.watched()
+    sharded.tables_filled(
+        {name: how.purse.left for name, how in hows.items() if how is not None},
+        None if watched is None else Shifts.together([watched]),
+    )
 
 
 def cut(state: Mapping[str, Tensor], shard: Shard, hashed: bool) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,13 +70,17 @@ class TablesOfWidth(TieredTables):
 
     def _round(self, rounds: Rounds) -> None:
         """After a step that was one: rows change their width, and copies follow."""
-        if rounds.after_step(self._step) is not None:
+        report = rounds.after_step(self._step)
+        if report is not None:
             self._generation += 1
-        if self.copies and rounds.width.is_round(self._step):
+        # Without a policy there are new rows, but no rounds: copies follow when one would be.
+        if self.copies and (report is not None or rounds.width.is_round(self._step)):
             self._follow_widths(everything=False)
 
-    def tables_filled(self, purses: Mapping[str, float] | None = None) -> None:
-        super().tables_filled(purses)
+    def tables_filled(
+        self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None
+    ) -> None:
+        super().tables_filled(purses, watched)
         self._loaded = False
 
     def _bring_copies(self) -> None:

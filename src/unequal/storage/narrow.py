@@ -126,6 +126,7 @@ class NarrowStorage(FollowingStorage):
             return slots
         records = self.records
         self.tick()
+        self.how.tally.note(ids.numel(), unfound)
         if not unfound:
             return slots
         if self.affords_rows:

@@ -29,6 +29,8 @@ class DeviceLocator:
         first = self.storages[0]
         stds = [2 * math.sqrt(3) * storage.table.init_std for storage in self.storages]
         self._widths = torch.tensor(stds).to(first.device)
+        for storage in self.storages:
+            storage.how.tally.count_on(first.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses of this process."""
@@ -41,7 +43,7 @@ class DeviceLocator:
             kernels, device = self.storages[0].kernels, self.storages[0].device
             tables = [
                 (s.directory, s.followed, s.records.slabs[0][0], s._stamps, s.records.class_bits,
-                 (1 + s.how.by_id) * (s.records.kind > 0), s._clock)
+                 (1 + s.how.by_id) * (s.records.kind > 0), s._clock, s.how.tally.counter)
                 for s in self.storages
             ]  # fmt: skip
             self._directories, self._key = kernels.Directories(tables, device), key
@@ -64,10 +66,10 @@ class DeviceLocator:
         step, follows = first._clock, self._follows
         if not any(storage.affords_rows for storage in self.storages):
             phases = (FIND, *self._newcomers) if follows else (FIND,)
-            locate(request, directories, slots, phases=phases, step=step, at_once=follows, wrong=wrong)
+            locate(request, directories, slots, phases=phases, step=step, at_once=follows, wrong=wrong, counted=True)
             return slots
         owners = torch.empty(request.ids.numel(), dtype=torch.int32, device=first.device)
-        locate(request, directories, slots, phases=(FIND,), step=step, owners=owners, wrong=wrong)
+        locate(request, directories, slots, phases=(FIND,), step=step, owners=owners, wrong=wrong, counted=True)
         missing = (owners >= 0).nonzero()[:, 0]
         if missing.numel():
             self._admit(request, slots, missing, owners[missing])

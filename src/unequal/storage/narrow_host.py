@@ -47,8 +47,12 @@ class HostLocator:
             return slots, (int(finder.order[first]), int(wrong[first]))
         if not insert:
             return slots, None
-        for storage in self.storages:
+        reads, at = (request.ends - request.starts)[finder.order], 0
+        for storage, features in zip(self.storages, self.readers):
             storage.tick()
+            own = slice(at, at + len(features))
+            storage.how.tally.note(int(reads[own].sum()), int(missing[own].sum()))
+            at += len(features)
         if not missing.any():
             return slots, None
         at = 0

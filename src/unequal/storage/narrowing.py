@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.request import Records
+from .tally import Tally
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Narrowing:
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
     purse: Purse = field(default_factory=Purse)
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)

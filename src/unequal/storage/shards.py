@@ -100,7 +100,10 @@ class NarrowShard(NarrowStorage):
     def locate(self, ids: Tensor, insert: bool, out: Tensor | None = None) -> Tensor:
         ids = ids.contiguous()
         slots = torch.empty_like(ids) if out is None else out
-        if self.directory.find_into(ids, slots) and insert and self.records.kind:
+        unfound = self.directory.find_into(ids, slots)
+        if insert:
+            self.how.tally.note(ids.numel(), unfound)
+        if unfound and insert and self.records.kind:
             self.follow(ids, slots)
         return slots
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import tensorfile
 from ..errors import CheckpointError
 from ..exchange.mesh import Mesh
+from ..width import Shifts
 from .packing import (
     dense_state,
     flatten_optimizer,
@@ -171,7 +172,7 @@ def _settle(embeddings: Tables, saved: SavedCheckpoint, exact: bool, ranks: _Ran
     if filled is None or getattr(embeddings, "width", None) is None:
         return
     all_exact = all(ranks.gather(lambda: exact and saved.world == ranks.world))
-    filled(saved.purses if all_exact else None)
+    filled(saved.purses if all_exact else None, saved.watched)
 
 
 def open(path: Path | str, *, prefix: str = TABLES) -> SavedCheckpoint:
@@ -275,6 +276,7 @@ class _Saving:
         self.state: Any = None
         self.owns: list[Any] | None = None
         self.tables: dict[str, SavedTable] = {}
+        self.watched: dict[str, Any] | None = None
         self.size = self.total = 0
 
     def collect(
@@ -293,12 +295,19 @@ class _Saving:
         if own is not None:
             packed, tensors = pack(dict(own), own_prefix(self.ranks.rank))
             self.tensors |= tensors
-        return {"own": packed, "shards": [] if self.embeddings is None else list_shards(self.embeddings)}
+        watched = getattr(self.embeddings, "watched", None)
+        return {
+            "own": packed,
+            "shards": [] if self.embeddings is None else list_shards(self.embeddings),
+            "watched": None if watched is None else watched(),
+        }
 
     def choose(self, listed: list[dict[str, Any]]) -> int:
         """Which shards are this rank's to write; returns the bytes of its file."""
         if any(content["own"] is not None for content in listed):
             self.owns = [content["own"] or {} for content in listed]
+        if all(content["watched"] is not None for content in listed):
+            self.watched = Shifts.together([content["watched"] for content in listed])
         if self.embeddings is not None:
             placement = getattr(self.embeddings, "placement", None)
             kinds = {} if placement is None else {name: table.kind for name, table in placement.tables.items()}
@@ -342,6 +351,8 @@ class _Saving:
         if self.embeddings is not None:
             index["tables_step"] = self.embeddings.step
             index["tables"] = {name: table.to_json() for name, table in self.tables.items()}
+        if self.watched is not None:
+            index["watched"] = self.watched
         if self.owns is not None:
             index["ranks"] = self.owns
         index["state"] = self.state

@@ -234,6 +234,11 @@ class SavedCheckpoint:
         shards = {name: table.shards[0].width for name, table in self.tables.items()}
         return {name: width.purse for name, width in shards.items() if width is not None}
 
+    @property
+    def watched(self) -> dict[str, Any] | None:
+        """What was known of the popularity of rows with a width budget; see `unequal.width.Shifts`."""
+        return self._index.get("watched")
+
     def has(self, table: str, ids: Tensor | Iterable[int]) -> Tensor:
         """Of every id, whether it has a row."""
         saved, ids = self._table(table), _ids(ids)

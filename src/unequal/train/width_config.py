@@ -42,6 +42,8 @@ class WidthConfig:
     """Share of the budget that may move in one round."""
     thresholds: str = _default("thresholds")
     """What rows of different tables are measured by: "one" measure, each "table" by its mean, or each "column" of it."""
+    adapt: bool = _default("adapt")
+    """Whether rounds are as close together as the first ones again when popularity shifts."""
     start: str = _default("start")
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds."""
     ramp: int = _default("ramp")

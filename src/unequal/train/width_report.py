@@ -109,7 +109,8 @@ class WidthCount:
         held = Held.of(self._embeddings, self._mesh)
         assert held is not None
         failed = {"failed": last.failed} if last.failed else {}
-        return {"pruned": last.pruned, "regained": last.regained, **held.metrics(), **failed}
+        shifted = {"shifted": True} if last.shifted else {}
+        return {"pruned": last.pruned, "regained": last.regained, **held.metrics(), **failed, **shifted}
 
 
 def lines_of(folder: Path, until: int | None = None) -> list[dict[str, Any]]:

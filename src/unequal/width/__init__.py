@@ -3,5 +3,6 @@
 from .config import Width
 from .policy import POLICIES, Policy, policy_of
 from .rounds import RoundReport, Rounds
+from .shift import Shifts
 
-__all__ = ["POLICIES", "Policy", "RoundReport", "Rounds", "Width", "policy_of"]
+__all__ = ["POLICIES", "Policy", "RoundReport", "Rounds", "Shifts", "Width", "policy_of"]

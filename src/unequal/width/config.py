@@ -66,6 +66,8 @@ class Width:
     """what rows of different tables are measured by. "one": the same for all, so that the table whose gradients are larger gets
     more. "table": the mean of the rows of each table, so that each has a threshold of its own, and all meet the budget together.
     "column": the mean of each chunk of each table, for policies that follow chunks. AdaEmbed has its own measure"""
+    adapt: bool = True
+    """whether rounds are as close together as the first ones again when popularity shifts: many ids have no row then"""
     start: str = "small"
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
@@ -102,6 +104,8 @@ class Width:
                 f"'one' or 'table' with policy '{self.policy}', which follows rows; chunks are followed by {able}",
                 self.thresholds,
             )
+        if not isinstance(self.adapt, bool):
+            raise RecipeError("width adapt", "true or false", self.adapt)
         if self.start not in ("small", "full"):
             raise RecipeError("width start", "'small' or 'full'", self.start)
         if self.gradients not in ("whole", "norms"):
@@ -142,4 +146,7 @@ class Width:
         """After so many steps: at 1/32, 1/16, … of the interval, then at each."""
         if step % self.every == 0:
             return step > 0
+        return self.is_early(step)
+
+    def is_early(self, step: int) -> bool:
         return any(step == max(1, self.every >> k) for k in range(1, 6))

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import RecipeError
 from ..kernels.request import WAYS
@@ -18,6 +18,7 @@ from .config import Budget, Width
 from .measures import Totals, alone_in_all, means, percentiles
 from .parts import SAMPLE, Part, Sample, samples_of
 from .policy import Policy, policy_of
+from .shift import Shifts
 
 THIN = 8
 """every so many rows of the sample tell about where the threshold is"""
@@ -68,6 +69,8 @@ class RoundReport:
     """values that went"""
     regained: int
     failed: str = ""
+    shifted: bool = False
+    """whether it came because popularity has shifted"""
 
     @property
     def kept(self) -> float:
@@ -125,6 +128,10 @@ class Rounds:
         self.storages: dict[str, NarrowStorage] = {}
         self._warned = False
         self.how = {name: self._narrowing(name, optimizers[name]) for name in self.tables}
+        settled = max(width.every, width.ramp if width.start == "full" else 0)
+        names = [f"{group.name}: {group.budget.share or group.budget.size}" for group in self.groups]
+        tallies = [[self.how[name].tally for name in group.tables] for group in self.groups]
+        self.shifts = Shifts(width.every, settled, dict(zip(names, tallies)))
 
     def _group(self) -> list[Group]:
         groups = []
@@ -260,9 +267,12 @@ class Rounds:
                 f"{group.budget.size:,}",
             )
 
-    def attach(self, storages: Mapping[str, NarrowStorage], step: int = 0) -> None:
-        """The tables as they are, before the first step or after they were loaded."""
+    def attach(
+        self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None
+    ) -> None:
+        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them."""
         self.storages = dict(storages)
+        self.shifts.load(watched)
         self._fill_purses(step)
 
     def _fill_purses(self, step: int) -> None:
@@ -297,11 +307,20 @@ class Rounds:
 
     def after_step(self, step: int) -> RoundReport | None:
         """`step`: how many there have been. All ranks call it."""
-        if not self.policy.kind or not self.width.is_round(step):
+        if not self.policy.kind:
             return None
-        return self.round(step)
+        if self.width.adapt and self.shifts.ends_window(step):
+            self.shifts.look(step, self.total, self._is_spent)
+        since = self.shifts.since if self.width.adapt else None
+        shifted = since is not None and self.width.is_early(step - since)
+        return self.round(step, shifted) if shifted or self.width.is_round(step) else None
 
-    def round(self, step: int) -> RoundReport:
+    def _is_spent(self, number: int) -> bool:
+        """Whether some table of a group has to refuse new rows."""
+        group = self.groups[number]
+        return group.purse.left < max(self.how[name].start * self.how[name].chunk for name in group.tables)
+
+    def round(self, step: int, shifted: bool = False) -> RoundReport:
         pruned = regained = 0
         failed = ""
         for group in self.groups:
@@ -329,6 +348,7 @@ class Rounds:
             int(self.total(float(pruned))),
             int(self.total(float(regained))),
             failed,
+            shifted,
         )
         self.reports.append(report)
         return report
@@ -341,13 +361,14 @@ class Rounds:
             part.choose(threshold, self.width.hysteresis)
         moved = self.total(float(sum(part.moved() for part in parts)))
         if moved > self.width.most * budget:
+            allowed = self.width.most * budget / moved
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
             held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
                 if held > budget:
-                    part.grow_less(self.width.most * budget / moved, step)
+                    part.grow_less(allowed, step)
                 else:
-                    part.hold_back(self.width.most * budget / moved, step)
+                    part.hold_back(allowed, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         for margin in MARGINS:
             if over <= 0:

@@ -31,7 +31,7 @@ from .random import row_key
 from .records import CLASS_FIELDS, DIM_OF, GROUP, LIVE, STATE, UTILITY, WIDTH, live_columns, record_of, words_of
 from .rows import FIELDS, SLAB_FIELDS, rows_in_tile
 
-DIRECTORY_FIELDS: tl.constexpr = tl.constexpr(12)
+DIRECTORY_FIELDS: tl.constexpr = tl.constexpr(13)
 IDS = 512
 TILE = 512
 FIND, FOLLOW, CHOOSE, ENTER = 0, 1, 2, 3
@@ -43,19 +43,20 @@ class Directories:
     """What the kernels read about where the rows of all tables are found. Made anew whenever something of it moves."""
 
     def __init__(
-        self, tables: Sequence[tuple[Any, Tensor, Tensor, Tensor, int, int, int]], device: torch.device
+        self, tables: Sequence[tuple[Any, Tensor, Tensor, Tensor, int, int, int, Tensor]], device: torch.device
     ) -> None:
         """Of each table: its directory, its candidates (ids, utilities, stamps), class_bits, whether candidates are followed
-        (2: each at the place of its id), and its clock."""
+        (2: each at the place of its id), its clock, and two numbers: of ids that were looked up, and of those without a row."""
         buckets = [keys.numel() // WAYS for _, keys, *_ in tables]
         self.newcomers = torch.full((sum(buckets),), NOT_ONE.value, dtype=torch.int64, device=device)
         first = self.newcomers.data_ptr()
         fields = []
-        for (directory, keys, utilities, stamps, class_bits, followed, clock), count in zip(tables, buckets):
+        for (directory, keys, utilities, stamps, class_bits, followed, clock, counter), count in zip(tables, buckets):
             bound = 2**63 - 1 if directory.bound is None else directory.bound
             fields.append(
                 [directory.kind, directory.memory.data_ptr(), directory.capacity, keys.data_ptr(), utilities.data_ptr(),
-                 stamps.data_ptr(), first, count, utilities.shape[1], class_bits | followed << 8, clock - tables[0][-1], bound]
+                 stamps.data_ptr(), first, count, utilities.shape[1], class_bits | followed << 8, clock - tables[0][-2], bound,
+                 counter.data_ptr()]
             )  # fmt: skip
             first += count * 8
         self.fields = torch.tensor(fields, dtype=torch.int64).to(device)
@@ -66,7 +67,7 @@ class Directories:
 def locate_ids(
     places, features, directories, ids, slots, offsets, owners, wrong, size, count, batch_features, step,
     COUNT: tl.constexpr, IDS: tl.constexpr, WAYS: tl.constexpr, PHASE: tl.constexpr, AT_ONCE: tl.constexpr,
-    OWNED: tl.constexpr, NOTED: tl.constexpr,
+    OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """A program takes IDS positions of the batch, feature by feature where they belong to several. `owners` ← the table of ids
     without a row, or -1."""
@@ -100,6 +101,10 @@ def locate_ids(
             missing = inside & (slot < 0)
             if NOTED:
                 note(wrong, f, id_, read & (inside == 0))
+            if COUNTED:
+                counter = tl.load(own + 12).to(tl.pointer_type(tl.int64))
+                tl.atomic_add(counter, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
+                tl.atomic_add(counter + 1, tl.sum(missing.to(tl.int64), 0), sem="relaxed")
             if OWNED:
                 tl.store(owners + positions, tl.where(missing, table, -1).to(tl.int32), mask=here)
             if AT_ONCE:
@@ -145,9 +150,10 @@ def locate_all(
     at_once: bool = False,
     owners: Tensor | None = None,
     wrong: Tensor | None = None,
+    counted: bool = False,
 ) -> None:
     """Fills the slots of all ids. `owners` (int32, like ids) ← the table of every id that has no row, or -1. Ids outside a table
-    are left in `wrong`, see lookup. Waits for nothing."""
+    are left in `wrong`, see lookup. `counted`: ids are counted, and those without a row. Waits for nothing."""
     layout, count = layout_of(request), request.ids.numel()
     arguments = (
         layout.places, layout.features, directories.fields, request.ids, slots, request.offsets, owners, wrong, request.size,
@@ -156,8 +162,8 @@ def locate_all(
     noted = wrong is not None and directories.bounded
     whole = aligned(request.ids, request.offsets)
     for phase in phases:
-        constants = (len(layout.places), IDS, WAYS, phase, at_once, owners is not None, noted)
-        key = (phase, at_once, owners is None, wrong is None, noted, whole)
+        constants = (len(layout.places), IDS, WAYS, phase, at_once, owners is not None, noted, counted)
+        key = (phase, at_once, owners is None, wrong is None, noted, counted, whole)
         launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=4)
 
 
