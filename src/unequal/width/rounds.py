@@ -25,8 +25,8 @@ SAMPLE = 200_000
 """rows from which the threshold is found"""
 HALVINGS = 26
 """of the span of thresholds, which is then known to 2 in a million"""
-CUTS = (1.05, 1.5, 3.0, math.inf)
-"""how many times as much growth is cut as must be, tried in turn: which rows grow is decided by their ids, so that it varies"""
+MARGINS = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
+"""share of all growth that is cut beside what must be, tried in turn: which rows grow their ids decide, so that it varies"""
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
@@ -303,12 +303,12 @@ class Rounds:
                     part.hold_back(allowed, step)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         grown = self.total(float(sum(part.growth() for part in parts)))
-        for cut in CUTS:
+        for margin in MARGINS:
             if over <= 0 or grown <= 0:
                 break
             # Of the rows that were allowed to change: those that were not have the higher numbers.
             for part in parts:
-                part.grow_less(allowed * max(0.0, 1 - cut * over / grown), step)
+                part.grow_less(allowed * max(0.0, 1 - over / grown - margin), step)
             if self.total(float(sum(part.new_values() for part in parts))) <= budget:
                 break
         # All tables of a group on all ranks or none: the budget is theirs together.
