@@ -1,5 +1,6 @@
 """Popularity that shifts: it is noticed, soon, and nothing else is taken for it."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +108,16 @@ def test_after_a_shift_ids_that_are_read_have_rows_sooner():
 
     (without, none), (found, steps) = share(False), share(True)
     assert not none and steps and found > 1.5 * without
+
+
+def test_a_round_that_may_not_move_everything_moves_something():
+    """Whichever rows it holds back, the others grow into what has become free."""
+    module = embeddings(uq.Width(budget="5%", every=1000, most=0.2, hysteresis=0.0))
+    train(module, batches(40))
+    train(module, batches(40, seed=1, places=others()))
+    for step in range(20):
+        report = copy.deepcopy(module)._rounds.round(step)
+        assert report.regained > 0.05 * report.values and report.values <= 0.05 * report.full
 
 
 @pytest.mark.parametrize("options", [{"adapt": False}, {"every": 15}, {"policy": "none"}])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ class HostLocator:
 
     def __init__(self, storages: Iterable[NarrowStorage], readers: Sequence[Sequence[int]]) -> None:
         self.storages, self.readers = list(storages), readers
+        self._firsts = np.cumsum([0, *(len(features) for features in readers[:-1])])
+        """where a table's features begin, of all of them in the order of tables"""
         self._follows = any(storage.records.kind for storage in self.storages)
         self._key: list[int] = []
         self._made: Any = None
@@ -47,12 +50,11 @@ class HostLocator:
             return slots, (int(finder.order[first]), int(wrong[first]))
         if not insert:
             return slots, None
-        reads, at = (request.ends - request.starts)[finder.order], 0
-        for storage, features in zip(self.storages, self.readers):
+        reads = (request.ends - request.starts)[finder.order]
+        counts = (np.add.reduceat(numbers, self._firsts).tolist() for numbers in (reads, missing))
+        for storage, of_table, unfound in zip(self.storages, *counts):
             storage.tick()
-            own = slice(at, at + len(features))
-            storage.how.tally.note(int(reads[own].sum()), int(missing[own].sum()))
-            at += len(features)
+            storage.how.tally.note(of_table, unfound)
         if not missing.any():
             return slots, None
         at = 0
