@@ -108,6 +108,15 @@ def test_where_rows_are_equally_wide(budget, chunks):
     assert found == (chunks or ())
 
 
+def test_tables_of_a_few_rows():
+    """To follow them takes more than they could be worth, whatever the share."""
+    tables = [uq.Table(f"t{number}", rows=3, dim=4) for number in range(5)]
+    features = {table.name: uq.Feature(table) for table in tables}
+    module = uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.1), width=uq.Width(budget="250 b"))
+    assert all(storage.how.uniform for storage in storages(module).values())
+    assert sum(module.memory().values()) == 240 and module.memory()["weights"] == 15 * 12
+
+
 @pytest.mark.parametrize("options", [{"policy": "fiited"}, {"policy": "adaembed"}, {"start": "full"}])
 def test_other_policies_follow_all_the_same(options):
     module = embeddings(uq.Width(budget="2 KB", **options))

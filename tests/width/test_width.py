@@ -335,8 +335,10 @@ def test_a_budget_below_the_minimum_says_what_it_is():
         uq.RecipeError, match=r"at least 0\.0028 of all values, one chunk for a row in each of 2 tables"
     ):
         embeddings(uq.Width(budget="0.1%"))
-    with pytest.raises(uq.RecipeError, match=r"at least .* bytes"):
-        embeddings(uq.Width(budget="0.5 KB"))
+    with pytest.raises(uq.RecipeError, match=r"at least 960 bytes: 2 tables with a chunk of every row, got '959'"):
+        embeddings(uq.Width(budget="959 b"))
+    with pytest.raises(uq.RecipeError, match=r"at least .* bytes: 2 tables with a row, its place"):
+        embeddings(uq.Width(budget="1 KB", policy="itep"))
 
 
 def test_rounds_are_closer_together_at_the_start():

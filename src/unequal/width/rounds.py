@@ -39,6 +39,8 @@ FOLLOWING_ALL = 0.25
 OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
 
+SPARE = 0.005
+"""of a budget in bytes, for the room that slabs have to spare while rows are added between rounds"""
 SMALL = 4 * FOLLOWED
 """rows of a table that can be followed wholly for what FOLLOWED candidates take that are found by hashing"""
 FOLLOWED_ROW = 12
@@ -98,7 +100,7 @@ class Group:
         parts = [storages[name] for name in self.tables if name in storages]
         held = total(float(sum(sum(storage.memory().values()) for storage in parts)))
         values = total(float(sum(storage.values for storage in parts)))
-        return self.budget.size * values / held if values else 0.0
+        return self.budget.size * (1 - SPARE) * values / held if values else 0.0
 
 
 class Rounds:
@@ -157,10 +159,9 @@ class Rounds:
         """Chunks of all rows, where following them would take so much of the bytes that they are better spent on values: as many
         for all as there is room for, then more in small tables first."""
         rows = {name: self.tables[name].rows or 0 for name in members}
-        small = all(0 < count <= SMALL for count in rows.values())
-        if budget.size is None or not small or not self.policy.levels or self.width.start == "full":
+        if budget.size is None or not self._may_be_uniform(members):
             return {}
-        if FOLLOWED_ROW * sum(rows.values()) <= PAYS * budget.size:
+        if FOLLOWED_ROW * sum(rows.values()) <= PAYS * budget.size and budget.size >= self._least(members) / self.ranks:
             return {}
         most = {name: self.tables[name].dim // self.width.chunk_of(self.tables[name]) for name in members}
         fits = [
@@ -175,6 +176,10 @@ class Rounds:
             while chosen[name] < most[name] and self._bytes(chosen | {name: chosen[name] + 1}) <= budget.size:
                 chosen[name] += 1
         return chosen
+
+    def _may_be_uniform(self, members: list[str]) -> bool:
+        small = all(0 < (self.tables[name].rows or 0) <= SMALL for name in members)
+        return small and self.policy.levels and self.width.start != "full"
 
     def _bytes(self, chunks: Mapping[str, int]) -> int:
         """Of tables whose rows all have so many."""
@@ -253,19 +258,18 @@ class Rounds:
                 + (f" on each of {self.ranks} ranks" if self.ranks > 1 else ""),
                 f"{group.budget.share:.2g} of them",
             )
-        size = (
-            sum(
-                WAYS * 16 + 64 * 12 + self.width.chunk_of(self.tables[name]) * self.tables[name].dtype.itemsize
-                for name in group.tables
-            )
-            * self.ranks
-        )
+        size = self._least(group.tables)
         if group.budget.size is not None and group.budget.size < size:
-            raise RecipeError(
-                "width budget",
-                f"at least {size:,} bytes: {len(group.tables)} tables with a row, its place and the candidates for more",
-                f"{group.budget.size:,}",
-            )
+            what = f"{len(group.tables)} tables with a row, its place and the candidates for more"
+            every = self._bytes(dict.fromkeys(group.tables, 1)) if self._may_be_uniform(group.tables) else size
+            if group.budget.size < every < size:
+                size, what = every, f"{len(group.tables)} tables with a chunk of every row"
+            raise RecipeError("width budget", f"at least {size:,} bytes: {what}", f"{group.budget.size:,}")
+
+    def _least(self, members: list[str]) -> int:
+        """Bytes of tables that are followed, with a chunk of one row on each rank."""
+        each = [(self.width.chunk_of(self.tables[name]), self.tables[name].dtype.itemsize) for name in members]
+        return sum(WAYS * 16 + 64 * 12 + chunk * item for chunk, item in each) * self.ranks
 
     def attach(
         self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None
