@@ -1,4 +1,4 @@
-"""Tables whose rows differ in width, beside reading and updating them (csrc/narrow.cpp)."""
+"""Tables whose rows differ in width, beside reading and updating them (csrc/narrow.cpp, csrc/narrow_rounds.cpp)."""
 
 import ctypes
 import math
