@@ -36,7 +36,7 @@ test: $(NATIVE)    ## run all tests
 # Straight from the source tree with the Python that is there: machines with GPUs often come with a torch of their own and let
 # nothing be installed. PYTHON chooses another. Without a GPU the kernels run in Triton's interpreter and tests/gpu skips.
 test-gpu:          ## run the tests of what runs on a GPU
-	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/embeddings tests/gpu
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/embeddings tests/width tests/gpu
 
 lint: $(NATIVE)    ## style and types
 	$(BIN)/ruff check .

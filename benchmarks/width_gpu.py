@@ -1,5 +1,6 @@
-"""A training step with rows as wide as they deserve over the same step with plain tables, on one GPU:
-`python -m benchmarks.width_gpu [P S]`. Needs torch, Triton and numpy alone, and runs from the source tree (PYTHONPATH=src).
+"""A training step with rows as wide as they deserve over the same step with plain tables, on one GPU, and what the
+tables take of its memory: `python -m benchmarks.width_gpu [P S]`, into results/gpu.json. Needs torch, Triton and numpy alone, and
+runs from the source tree (PYTHONPATH=src).
 
 At 100% all rows of all tables are there, whole. At 10% the tables have come to their widths in WARM_UP steps; then no more rows
 are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `round` is what a step
@@ -9,9 +10,9 @@ that ends in a round takes. Its share is that of a round every 1,000 steps.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ from torch import Tensor
 
 import unequal as uq
 
-from .gpu import BATCHES, Step, gradients_for, kernel_times, milliseconds
+from .gpu import BATCHES, ORDER, RESULTS, Step, gpu, gradients_for, kernel_times, milliseconds
 from .gpu_workloads import DIM, GpuWorkload, workload
+from .report import merge, stamp
+from .width_memory import BARS, reads_of, train
 
 WARM_UP, EVERY = 128, 32
+SIDES = ("plain", "100%", "10%")
+MEMORY_ROWS = 10_000_000
 PIECE = 1 << 20
 """rows that are made at a time"""
 
@@ -109,8 +114,65 @@ def measure(name: str) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def device_memory(dim: int, kept: float | None) -> dict[str, Any]:
+    """What the device's allocator has given out for tables at the end of a training, and at the most; the steps' buffers are
+    gone. The same steps as in width_memory, where the system is asked about a process."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    module = train(reads_of(MEMORY_ROWS), dim, kept, "cuda")
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return {
+        "dim": dim,
+        "budget": kept,
+        "allocated": torch.cuda.memory_allocated() - before,
+        "taken_from_driver": free - torch.cuda.mem_get_info()[0],
+        "peak": peak,
+        "counted": sum(module.memory().values()),
+        "live": sum(module.rows().values()),
+    }
+
+
+def memory() -> list[dict[str, Any]]:
+    cases = []
+    train(reads_of(200_000, quick=True), 16, 0.1, "cuda")  # loads the kernels
+    for dim, shares in ((64, (0.1, 0.01)), (16, (0.02, 0.01))):
+        plain = device_memory(dim, None)
+        cases.append(plain)
+        for kept in shares:
+            found = device_memory(dim, kept)
+            for name in ("allocated", "taken_from_driver"):
+                found[f"times_less_{name}"] = round(plain[name] / max(1, found[name]), 2)
+            cases.append(found | {"bar": BARS.get((dim, kept))})
+            print(cases[-1], flush=True)
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.width_gpu", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=["P", "S"])
-    for asked in parser.parse_args().workloads:
-        print(json.dumps(measure(asked), indent=1), flush=True)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--commit", help="which commit this is, unchanged, where the source is a copy without its history"
+    )
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU, and torch sees none")
+    origin = stamp(quick=False) | gpu()
+    if arguments.commit:
+        origin |= {"commit": arguments.commit, "dirty": False}
+    steps = []
+    for name in arguments.workloads:
+        steps.append(measure(name))
+        print({key: part for key, part in steps[-1].items() if not isinstance(part, dict)}, flush=True)
+        print({side: {k: v for k, v in steps[-1][side].items() if k != "kernels_us"} for side in SIDES}, flush=True)
+        torch.cuda.empty_cache()
+    result = {"steps": steps, "memory": memory()}
+    merge(arguments.output, {"width": origin | {"results": result}}, ORDER)
+
+
+if __name__ == "__main__":
+    main()

@@ -144,7 +144,7 @@ def table(result: dict[str, Any]) -> Table:
 # The process that is measured
 
 
-def train(reads: Reads, dim: int, kept: float | None) -> uq.Embeddings:
+def train(reads: Reads, dim: int, kept: float | None, device: str = "cpu") -> uq.Embeddings:
     import torch
 
     import unequal as uq
@@ -153,12 +153,13 @@ def train(reads: Reads, dim: int, kept: float | None) -> uq.Embeddings:
         f"f{t}": uq.Feature(uq.Table(f"t{t}", rows=n, dim=dim), pooling="sum") for t, n in enumerate(reads.rows)
     }
     width = None if kept is None else uq.Width(budget=kept, every=reads.every)
-    embeddings = uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.01), width=width)
+    embeddings = uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.01), width=width, device=device)
     draw = np.random.default_rng(1)
     gradient = torch.from_numpy(draw.standard_normal((reads.first, len(features) * dim), np.float32) * np.float32(1e-3))
+    gradient = gradient.to(device)
     for parts in reads:
         ids = torch.from_numpy(np.concatenate(parts))
-        batch = uq.Batch(tuple(features), ids, torch.ones_like(ids))
+        batch = uq.Batch(tuple(features), ids, torch.ones_like(ids)).to(device)
         embeddings(batch).pooled.backward(gradient[: len(parts[0])])
     return embeddings
 

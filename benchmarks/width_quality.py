@@ -1,7 +1,7 @@
 """Quality × memory × policy: test AUC of the same DLRM by every policy, by uniform narrow dims, by hashing, and whole.
 
-For every data set, method and kept share the learning rate is tuned on validation data with one seed, for the full model weight
-decay too; the winner is trained with the other seeds. All of it is some 1,300 trainings of half a minute on a core, so it can be
+For every data set, method and kept share the learning rate is tuned on validation data with two seeds, for the full model weight
+decay too; the winner is trained with the other seeds. All of it is some 1,500 trainings of half a minute on a core, so it can be
 done in pieces and elsewhere: each training appends a line to a file, and what has its line is not done again.
 
     python -m benchmarks.width_quality --prepare FOLDER     real data as arrays (generated data is made where it is used)
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["run", "table"]
 RESULTS = ROOT / "benchmarks/results/width.json"
 PICTURE = ROOT / "docs/width_quality.svg"
-SEEDS = 5
+SEEDS, TUNED_WITH = 5, 2
+"""of a cell, and of those the ones by which its setting is chosen"""
 DIMS = tuple(keep for keep in KEPT if keep >= 1 / 16)
 """shares that whole dims of 16 can be"""
 RATES = (0.1, 0.2, 0.4)
@@ -50,7 +51,8 @@ OF_FULL = {
 }
 """the full model is tuned without and with weight decay, each for itself"""
 TUNED_ONCE = {"adaembed": 0.125, "itep": 0.125, "frequency": 0.125, "hash": 0.125}
-"""whole rows are trained like at this share at all shares: what a row needs does not depend on how many there are"""
+"""whole rows are trained like at this share at all shares: what a row needs does not depend on how many there are; one seed
+tunes them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,9 @@ class Grid:
         """The trainings whose best one says how those of this cell are done."""
         keep = TUNED_ONCE.get(method, keep) if TUNED_ONCE.get(method) in self.kept else keep
         return [
-            Job(data=data, method=method, keep=keep, setting=setting, seed=0) for setting in self.settings_of(method)
+            Job(data=data, method=method, keep=keep, setting=setting, seed=seed)
+            for seed in range(1 if method in TUNED_ONCE else min(TUNED_WITH, self.seeds))
+            for setting in self.settings_of(method)
         ]
 
     def pending(self, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
@@ -90,8 +94,11 @@ class Grid:
             if missing:
                 tuning |= missing
                 continue
-            best = max(jobs, key=lambda job: float(done[job.key()]["validation"]))
-            seeds = [Job(data=data, method=method, keep=keep, setting=best.setting, seed=s) for s in range(self.seeds)]
+            scores: dict[Setting, float] = {}
+            for job in jobs:
+                scores[job.setting] = scores.get(job.setting, 0.0) + float(done[job.key()]["validation"])
+            best = max(scores, key=lambda setting: scores[setting])
+            seeds = [Job(data=data, method=method, keep=keep, setting=best, seed=seed) for seed in range(self.seeds)]
             rest += [job for job in seeds if job.key() not in done]
         return [*tuning.values(), *sorted(rest, key=lambda job: job.seed)]
 

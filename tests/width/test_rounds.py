@@ -127,6 +127,35 @@ def test_counts_fit_their_numbers():
     assert _counts(chosen).tolist() == [63] * 3
 
 
+def test_the_more_is_kept_the_more_the_important_rows_get():
+    """Where little is kept widths are as even as they were found to be best; where much is, the least rows go first."""
+    policy = policy_of("water-filling")
+    powers = [policy.power(share) for share in (0.0, 0.02, 0.125, 0.25, 0.5, 1.0)]
+    assert powers == pytest.approx([0.8, 0.825, 0.977, 1.232, 2.263, 3.0], abs=1e-3)
+    worth = torch.tensor([[1.0], [4.0], [16.0]])
+
+    def widths(share):
+        measured = policy.measure(worth, share)
+        return policy.chosen(Rows(measured, 16, 1), float(measured[-1]) / 16).tolist()
+
+    assert widths(0.02) == [2, 5, 16] and widths(0.5) == [0, 1, 16]
+
+
+@pytest.mark.parametrize("rows", [8, None])
+def test_of_unbounded_ids_those_that_are_known_make_the_share(monkeypatch, rows):
+    """A budget in bytes that holds about half of the values that there are."""
+    module = module_of([rows], budget="30%" if rows else "2 KB", hysteresis=0.0)
+    module(uq.Batch(("f0",), torch.arange(8), torch.ones(8, dtype=torch.long))).pooled.sum().backward()
+    budget = module._rounds.groups[0].values(module._storages)
+    expected = budget / (4 * (rows or len(module._storages["t0"].census().ids)))
+    shares = []
+    monkeypatch.setattr(
+        type(module._rounds.policy), "measure", lambda self, worth, share: shares.append(share) or worth
+    )
+    module._rounds.round(1)
+    assert shares == [expected] and 0.2 < expected < 0.8
+
+
 def two_tables(policy, thresholds, budget):
     """Rows 0 to 7 of each table are live or followed, and worth what is said; the second's gradients are small."""
     module = module_of([8, 8], budget=budget, policy=policy, thresholds=thresholds, hysteresis=0.0, most=1.0)
@@ -153,8 +182,8 @@ def two_tables(policy, thresholds, budget):
         ("fiited", "one", (dict.fromkeys(range(8), 1), dict.fromkeys(range(8), 1))),
         ("fiited", "table", (dict.fromkeys(range(8), 1), dict.fromkeys(range(8), 1))),
         ("fiited", "column", ({0: 4, 1: 4}, {0: 4, 1: 4})),
-        # Worth 8^0.8, 7^0.8, … of the first alone, or the same widths in both.
-        ("water-filling", "table", ({0: 3, 1: 3, 2: 2, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1},) * 2),
+        # 15 chunks of each table, worth 8^2.07, 7^2.07, …: the power for 47% kept.
+        ("water-filling", "table", ({0: 4, 1: 4, 2: 3, 3: 2, 4: 1, 5: 1},) * 2),
     ],
 )
 def test_what_is_compared_with_what(policy, thresholds, expected):

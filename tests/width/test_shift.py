@@ -13,6 +13,8 @@ from unequal.train import checkpoint
 from unequal.width import Shifts
 from unequal.width.shift import KNOWN, Usual
 
+from .test_width import device
+
 ROWS = 3000
 
 
@@ -46,12 +48,13 @@ def others(seed=5):
 def embeddings(width, rows=ROWS):
     first, second = uq.Table("first", rows=rows, dim=8), uq.Table("second", rows=rows, dim=4)
     features = {"a": uq.Feature(first, pooling="mean"), "b": uq.Feature(second, pooling="sum")}
-    return uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.05), width=width)
+    return uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.05), width=width, device=device())
 
 
 def train(module, data):
     outputs = []
     for batch in data:
+        batch = batch.to(module.device)
         out = module(batch).pooled
         wanted = torch.stack([part % 7 - 2.5 for part in batch.ids.view(2, -1)]).prod(0)
         ((out.sum(1) - wanted) ** 2).sum().backward()
@@ -180,7 +183,7 @@ def test_all_kernels_count_alike(monkeypatch, kernels):
         for batch in batches(3, 20):
             train(module, [batch])
             module.eval()
-            module(batch)  # is not counted
+            module(batch.to(module.device))  # is not counted
             module.train()
             own.append([Tally.sums([storage.how.tally]) for storage in module._storages.values()])
         counts.append(own)

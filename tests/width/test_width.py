@@ -1,6 +1,7 @@
 """Tables whose rows are as wide as they deserve: the kernels against the reference, and what a round may and may not do."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -33,18 +34,25 @@ def embeddings(width, optimizer=None, dtype="fp32", seed=0, dim=8, rows=60):
         "b": uq.Feature(second, pooling=None),
         "c": uq.Feature(first, pooling="sum"),
     }
-    return uq.Embeddings(features, optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width, seed=seed)
+    return uq.Embeddings(
+        features, optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width, seed=seed, device=device()
+    )
+
+
+def device():
+    """Where Triton kernels that are asked for run: on a GPU if there is one, otherwise interpreted."""
+    return "cuda" if os.environ.get("UNEQUAL_KERNELS") == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def train(module, data, seed=1):
     generator = torch.Generator().manual_seed(seed)
     outputs = []
     for batch in data:
-        out = module(batch)
+        out = module(batch.to(module.device))
         parts = [out.pooled, out["b"].values]
-        loss = sum(((part - torch.randn(part.shape[1], generator=generator)) ** 2).sum() for part in parts)
-        loss.backward()
-        outputs.append(torch.cat([part.detach().flatten() for part in parts]))
+        targets = [torch.randn(part.shape[1], generator=generator).to(module.device) for part in parts]
+        sum(((part - target) ** 2).sum() for part, target in zip(parts, targets)).backward()
+        outputs.append(torch.cat([part.detach().flatten() for part in parts]).cpu())
     return outputs
 
 
@@ -52,7 +60,7 @@ def compare(own, expected, **tolerance):
     assert own.keys() == expected.keys()
     for name in own:
         torch.testing.assert_close(
-            own[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+            own[name].cpu(), expected[name].cpu(), msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )
 
 

@@ -1,4 +1,4 @@
-"""Tables whose rows differ in width in Triton's interpreter: over steps and rounds they are what the reference makes of them."""
+"""Tables whose rows differ in width with Triton kernels, on a GPU or interpreted: as in the reference over steps and rounds."""
 
 import copy
 
@@ -13,6 +13,7 @@ from unequal.width import POLICIES
 from .test_width import OPTIMIZERS, batches, compare, embeddings, train
 
 triton = pytest.importorskip("unequal.kernels.triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -100,11 +101,11 @@ def test_directory(bound):
         ids = ids * 2000
     for first in range(0, 400, 80):
         part = slice(first, first + 80)
-        directory.insert(ids[part], torch.arange(first, first + 80))
+        directory.insert(ids[part].to(DEVICE), torch.arange(first, first + 80, device=DEVICE))
         expected.insert(ids[part], torch.arange(first, first + 80))
         assert directory.used == expected.used
         asked = torch.cat([ids, torch.tensor([-1, 2**40, 2**32 + int(ids[0])])])
-        assert torch.equal(directory.find(asked), expected.find(asked))
+        assert torch.equal(directory.find(asked.to(DEVICE)).cpu(), expected.find(asked))
     found = sorted(zip(*(part.tolist() for part in directory.entries())))
     assert found == sorted(zip(*(part.tolist() for part in expected.entries())))
     assert directory.kind == {None: 2, 2**20: 1, 500: 0}[bound]
@@ -113,7 +114,7 @@ def test_directory(bound):
 def test_buckets():
     ids = torch.cat([torch.arange(50), torch.tensor([-1, 2**63 - 1, -(2**63)])])
     for buckets in (1, 7, 2**31 - 1):
-        assert torch.equal(triton.bucket_of(ids, buckets), reference.bucket_of(ids, buckets))
+        assert torch.equal(triton.bucket_of(ids.to(DEVICE), buckets).cpu(), reference.bucket_of(ids, buckets))
 
 
 @pytest.mark.parametrize("each", [1, 3])
@@ -122,18 +123,19 @@ def test_follow(each):
     generator = torch.Generator().manual_seed(1)
     parts = [torch.zeros(24, dtype=torch.int64), torch.full((24, each), -1.0), torch.zeros(24, dtype=torch.int32)]
     others = [part.clone() for part in parts]
+    parts = [part.to(DEVICE) for part in parts]
     for step in range(1, 12):
         ids = torch.randint(-20, 20, (30,), generator=generator)
         slots = torch.where(torch.rand(30, generator=generator) < 0.2, 5, -1)
-        expected = slots.clone()
-        triton.follow(*parts, step, 3, ids, slots)
-        reference.follow(*others, step, 3, ids, expected)
-        assert torch.equal(slots, expected)
+        found = slots.to(DEVICE, copy=True)
+        triton.follow(*parts, step, 3, ids.to(DEVICE), found)
+        reference.follow(*others, step, 3, ids, slots)
+        assert torch.equal(found.cpu(), slots)
         gained = torch.randint(0, 50, (24, 1), generator=generator) / 64
         for group in (parts, others):
             read = group[2] == step
-            group[1][read] += gained[read]
-        assert all(torch.equal(one, other) for one, other in zip(parts, others))
+            group[1][read] += gained.to(read.device)[read]
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(parts, others))
     assert (slots < 0).any() and (slots >= 0).any()
 
 
@@ -141,7 +143,7 @@ def test_an_id_that_a_table_does_not_have_is_refused(monkeypatch):
     monkeypatch.setenv("UNEQUAL_KERNELS", "triton")
     module = embeddings(uq.Width(budget="30%"))
     lengths = torch.tensor([1, 1, 1])
-    module(uq.Batch(("a", "b", "c"), torch.tensor([1, 60, 2]), lengths))
+    module(uq.Batch(("a", "b", "c"), torch.tensor([1, 60, 2]), lengths).to(DEVICE))
     with pytest.raises(uq.DataError, match=r"feature 'b' .* id 60 is not in \[0, 60\) of table 'second'"):
         module.check()
     assert 60 not in module.state_dict()["second.ids"].tolist()

@@ -15,6 +15,8 @@ from .policy import Policy, Rows
 
 SAMPLE = 200_000
 """rows from which the threshold is found"""
+DRAWS = 1 << 20
+"""numbers that are drawn are below that"""
 MANY = 1 << 17
 """rows of a table from which what a round needed for it goes back to the system at once, or the C library would keep it"""
 
@@ -68,11 +70,14 @@ def samples_of(parts: list[Part]) -> list[Sample]:
         old = torch.cat([part.held[::step] for part in members])
         weights = [
             torch.full(
-                (len(part.held[::step]),), part.old.numel() / max(1, len(part.held[::step])), dtype=torch.float64
+                (len(part.held[::step]),),
+                part.old.numel() / max(1, len(part.held[::step])),
+                dtype=torch.float64,
+                device=old.device,
             )
             for part in members
         ]
-        samples.append(Sample(members[0].policy, rows, old, torch.cat(weights).to(old.device)))
+        samples.append(Sample(members[0].policy, rows, old, torch.cat(weights)))
     return samples
 
 
@@ -96,12 +101,13 @@ class Part:
         """its chunks, where any may live"""
         self.new: Tensor = self.old
         self.pruned = self.regained = 0
-        self._draws = 0
+        self._draws, self._numbers = 0, self.old
 
-    def measure(self, unit: Tensor | None = None) -> Part:
-        """Makes what its rows are worth comparable with those of other tables: in this unit of each number, or as it is."""
+    def measure(self, share: float, unit: Tensor | None = None) -> Part:
+        """Makes what its rows are worth comparable with those of other tables, where so much of all values is kept: in this unit
+        of each number, or as it is."""
         utilities = self.census.utilities if unit is None else self.census.utilities / unit.to(self.census.ids.device)
-        self.rows = Rows(self.policy.measure(utilities), self.records.chunks, self.records.chunk)
+        self.rows = Rows(self.policy.measure(utilities, share), self.records.chunks, self.records.chunk)
         return self
 
     def _bits(self, masks: Tensor) -> Tensor:
@@ -133,23 +139,32 @@ class Part:
         """These rows stay as they are."""
         self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
 
-    def growth(self) -> int:
-        return int((self._counts - self.old).clamp(min=0).sum()) * self.records.chunk
-
-    def hold_back(self, share: float, step: int) -> None:
-        """Only about this share of the rows may change; which, their ids decide, and others the next time."""
-        self._keep(self._beyond(share, step))
-
-    def grow_less(self, share: float, step: int) -> None:
-        """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
-        self._keep((self._counts > self.old) & self._beyond(share, step))
-
-    def _beyond(self, share: float, step: int) -> Tensor:
-        # Every time others: rows that were left alone before would be so again, and the rest untouched.
-        numbers = self.storage.kernels.bucket_of(self.census.ids ^ (mix64(step + (self._draws << 40)) >> 1), 1 << 20)
+    def draw(self, step: int) -> None:
+        """A number for every row, by its id, and every time another: rows that were left alone before would be so again, and the
+        rest untouched."""
+        salt = mix64(step + (self._draws << 40)) >> 1
+        self._numbers = self.storage.kernels.bucket_of(self.census.ids ^ salt, DRAWS).to(torch.int32)
         self._draws += 1
-        chosen: Tensor = numbers >= int(share * (1 << 20))
-        return chosen
+
+    def growth(self, share: float = 1.0) -> int:
+        """Values that come, of rows that are drawn if only such a share of them grows."""
+        more = (self._counts - self.old).clamp(min=0)
+        if share < 1:
+            more.masked_fill_(self._beyond(share), 0)
+        return int(more.sum()) * self.records.chunk
+
+    def hold_back(self, share: float) -> None:
+        """Only about this share of the rows may change, as was drawn."""
+        self._keep(self._beyond(share))
+        self._numbers = self.old  # nothing more is decided by them
+
+    def grow_less(self, share: float) -> None:
+        """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
+        self._keep((self._counts > self.old) & self._beyond(share))
+        self._numbers = self.old
+
+    def _beyond(self, share: float) -> Tensor:
+        return self._numbers >= int(share * DRAWS)
 
     def prepare(self) -> Callable[[], None]:
         masks = None
@@ -161,7 +176,7 @@ class Part:
             went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
         self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
         census, counts = self.census, self._counts
-        del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
+        del self.census, self.rows, self.old, self.held, self.new, self._numbers  # by far the most that a round holds
         put = self.storage.prepare(census, counts, masks)
         _tidy(len(census.ids))
         return put

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from ..errors import RecipeError
 from ..kernels.request import WAYS
 from ..optim import Optimizer
@@ -28,8 +30,10 @@ PRECISE = 2e-6
 """a threshold is not looked for more closely than that"""
 CLOSE = 5e-4
 """share of a budget that may be left over by the threshold: the sample says no more, and new rows take it"""
-MARGINS = (0.05, 0.5, 3.0, math.inf)
-"""by which growth is cut more than it must be, until it is enough: which rows grow is decided by their ids"""
+MARGIN = 0.05
+"""by which growth is cut more than it must be: which rows grow is decided by draw"""
+CUTS = 8
+"""tries to find how much of it fits, where that is not enough: some rows grow by more than others"""
 FOLLOWED = 8192
 """ids without a row that are followed at least, where there are so many"""
 FOLLOWING = 0.1
@@ -358,8 +362,8 @@ class Rounds:
         return report
 
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
-        parts = self._parts(group)
         budget = self._budget(group, step)
+        parts = self._parts(group, budget)
         threshold = self._threshold(parts, budget)
         for part in parts:
             part.choose(threshold, self.width.hysteresis)
@@ -369,39 +373,57 @@ class Rounds:
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
             held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
+                part.draw(step)
                 if held > budget:
-                    part.grow_less(allowed, step)
+                    part.grow_less(allowed)
                 else:
-                    part.hold_back(allowed, step)
+                    part.hold_back(allowed)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
-        for margin in MARGINS:
-            if over <= 0:
-                break
-            grown = max(1.0, self.total(float(sum(part.growth() for part in parts))))
-            for part in parts:
-                part.grow_less(max(0.0, 1 - (1 + margin) * over / grown), step)
-            over = self.total(float(sum(part.new_values() for part in parts))) - budget
+        if over > 0:
+            self._cut_growth(parts, over, step)
         # All tables of a group on all ranks or none: the budget is theirs together.
         puts = self._together(lambda: [part.prepare() for part in parts])
         while puts:
             puts.pop(0)()  # what it holds goes with it
         return sum(part.pruned for part in parts), sum(part.regained for part in parts)
 
-    def _parts(self, group: Group) -> list[Part]:
+    def _cut_growth(self, parts: list[Part], over: float, step: int) -> None:
+        """So many values less: rows that would grow wait, by draw, all of them at the worst."""
+        for part in parts:
+            part.draw(step)
+        grown = self.total(float(sum(part.growth() for part in parts)))
+        low, high = 0.0, 1.0
+        share = max(0.0, 1 - (1 + MARGIN) * over / max(1.0, grown))
+        for _ in range(CUTS):
+            if self.total(float(sum(part.growth(share) for part in parts))) <= grown - over:
+                low = share
+                if high == 1 or high - low < 0.1 * high:
+                    break
+            else:
+                high = share
+            share = (low + high) / 2
+        for part in parts:
+            part.grow_less(low)
+
+    def _parts(self, group: Group, budget: float) -> list[Part]:
         """The group's tables, with what their rows are worth as it is compared."""
-        by_percentile, by_mean = self.policy.percentile, self.width.thresholds != "one"
-        if by_percentile is None and not by_mean:
-            return self._together(lambda: [Part(storage, self.policy).measure() for storage in self._of(group)])
         parts = self._together(lambda: [Part(storage, self.policy) for storage in self._of(group)])
+        # Of unbounded ids those count that are known: rows, and what is followed.
+        full = group.full or self.total(float(sum(len(part.old) * part.storage.table.dim for part in parts)))
+        share = min(1.0, budget / max(1.0, full))
         names = [name for name in group.tables if name in self.storages]
-        utilities = {name: part.census.utilities for name, part in zip(names, parts)}
-        if by_percentile is not None:
-            units = percentiles(group.tables, utilities, by_percentile, self.totals)
-        else:
-            by_column = self.width.thresholds == "column"
-            columns = {name: self.tables[name].dim // self.how[name].chunk if by_column else 1 for name in group.tables}
-            units = means(columns, utilities, self.totals)
-        return self._together(lambda: [part.measure(units[name]) for name, part in zip(names, parts)])
+        units = self._units(group, {name: part.census.utilities for name, part in zip(names, parts)})
+        return self._together(lambda: [part.measure(share, units.get(name)) for name, part in zip(names, parts)])
+
+    def _units(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the worth of rows of each table is measured by; nothing where all are compared as they are."""
+        if self.policy.percentile is not None:
+            return percentiles(group.tables, utilities, self.policy.percentile, self.totals)
+        if self.width.thresholds == "one":
+            return {}
+        by_column = self.width.thresholds == "column"
+        columns = {name: self.tables[name].dim // self.how[name].chunk if by_column else 1 for name in group.tables}
+        return means(columns, utilities, self.totals)
 
     def _together(self, work: Callable[[], list[Made]]) -> list[Made]:
         """What it gives, unless some rank has no memory for it: then all have none."""
