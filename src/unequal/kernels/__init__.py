@@ -23,7 +23,7 @@ follow(keys, utilities, stamps, ...)       gives ids without a row the slot of a
 rebuild(rows, ids, old, slots, ...)        the records that rows will have at new slots
 place(rows, slots, made, starts)           puts them there
 fade(rows, gain)                           divides all utilities (not in the reference: a loop over slabs does)
-worth(rows, slots)                         their utilities and masks (CPU only: elsewhere class by class)
+worth(rows, slots)                         their utilities and masks (not in the reference: class by class)
 order_by_id(ids, slots)                    sorts them (CPU only: elsewhere torch does)
 lay_out(slots, chunks, counts, class_bits) new slots of rows that change their width
 bucket_of(ids, buckets)                    where candidates belong

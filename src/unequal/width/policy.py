@@ -6,7 +6,6 @@ Thresholds fall, rows grow: `chosen` must not shrink a row when the threshold fa
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,14 +67,15 @@ class WaterFilling(Policy):
     kind: ClassVar[int] = GRADIENT
     levels: ClassVar[bool] = True
     alpha: float = 0.8
-    """where next to nothing is kept"""
+    """where little is kept"""
+    rise: float = 11.0
     most: float = 3.0
     """of alpha, whatever is kept: beyond that rows are whole or not there anyway"""
     theta: float = 0.5
 
     def power(self, share: float) -> float:
-        """alpha, where this share of all values is kept: 0.8 to 1 up to an eighth, 1.2 at a quarter, 2.3 at a half."""
-        return min(self.most, self.alpha / math.pow(max(1 - share, 1e-9), 1.5))
+        """alpha, where this share of all values is kept: 0.8 up to an eighth, 1 at a quarter, 2.2 at a half."""
+        return min(self.most, self.alpha + self.rise * share * share * share)
 
     def measure(self, utilities: Tensor, share: float) -> Tensor:
         """To the power: once, not at every threshold that is tried."""

@@ -9,7 +9,7 @@ from .hash import HashDirectory
 from .initialize import initialize
 from .locating import Directories, admit_all, locate_all
 from .lookup import lookup
-from .narrow import fade, place, rebuild
+from .narrow import fade, place, rebuild, worth
 from .rounding import round_rows
 from .route import route
 from .unique import unique
@@ -41,5 +41,6 @@ __all__ = [
     "update",
     "used_chunks",
     "widen_ids",
+    "worth",
     "write_rows",
 ]

@@ -102,6 +102,22 @@ def _place(
         tl.store(record.to(tl.pointer_type(tl.int32))[:, None] + columns[None, :], part, mask=inside)
 
 
+@triton.jit(do_not_specialize=["count", "class_bits", "slab_log2"])
+def _worth(
+    classes, addresses, slots, utilities, masks, count, class_bits, slab_log2, EACH: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = i < count
+    kind, record = record_of(classes, addresses, 0, class_bits, slab_log2, tl.load(slots + i, mask=here, other=0))
+    field = classes + kind * CLASS_FIELDS
+    source = words_of(record) + tl.load(field + UTILITY)
+    for each in range(EACH):
+        tl.store(utilities + i * EACH + each, tl.load(source + each, mask=here, other=0.0), mask=here)
+    if MASKED:
+        tl.store(masks + i, mask_at(record, tl.load(field + LIVE), here), mask=here)
+
+
 @triton.jit(do_not_specialize=["slab_log2", "gain"])
 def _fade(classes, slabs, rows, addresses, slab_log2, gain, EACH: tl.constexpr, ROWS: tl.constexpr):
     """A program takes ROWS rows of a slab. `slabs`: the class of each; `rows`: how many it has."""
@@ -164,6 +180,19 @@ def place(rows: TableRows, slots: Tensor, made: Tensor, starts: Tensor) -> None:
             *_describe(rows, slots.device), slots.contiguous(), made, starts, count, records.class_bits, records.slab_log2,
             ROWS=tile, COPIED=COPIED,
         )  # fmt: skip
+
+
+def worth(rows: TableRows, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What rows are worth, and which chunks they have where any may live."""
+    records, count, tile = _records(rows), slots.numel(), 256
+    utilities = torch.empty(count, records.utilities, device=slots.device)
+    masks = torch.empty_like(slots) if records.masked else None
+    if count:
+        _worth[ceil_div(count, tile),](
+            *_describe(rows, slots.device), slots.contiguous(), utilities, masks, count, records.class_bits, records.slab_log2,
+            EACH=records.utilities, MASKED=records.masked, ROWS=tile,
+        )  # fmt: skip
+    return utilities, masks
 
 
 def fade(rows: TableRows, gain: float) -> None:
