@@ -215,8 +215,8 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+def asked(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The arguments, with those of all benchmarks on a GPU, and where results come from."""
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
         "--commit", help="which commit this is, unchanged, where the source is a copy without its history"
@@ -227,6 +227,11 @@ def main() -> None:
     origin = stamp(quick=False) | gpu()
     if arguments.commit:
         origin |= {"commit": arguments.commit, "dirty": False}
+    return arguments, origin
+
+
+def main() -> None:
+    arguments, origin = asked(argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__))
     parts: dict[str, Any] = {"limits": limits()}
     cases = []
     for dtype in (torch.float32, torch.float16):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor
 
 import unequal as uq
 
-from .gpu import BATCHES, ORDER, RESULTS, Step, gpu, gradients_for, kernel_times, milliseconds
+from .gpu import BATCHES, ORDER, Step, asked, gradients_for, kernel_times, milliseconds
 from .gpu_workloads import DIM, GpuWorkload, workload
-from .report import merge, stamp
-from .width_memory import BARS, reads_of, train
+from .report import merge
+from .width_memory import BARS, CASES, reads_of, train
 
 WARM_UP, EVERY = 128, 32
 SIDES = ("plain", "100%", "10%")
@@ -139,7 +138,7 @@ def device_memory(dim: int, kept: float | None) -> dict[str, Any]:
 def memory() -> list[dict[str, Any]]:
     cases = []
     train(reads_of(200_000, quick=True), 16, 0.1, "cuda")  # loads the kernels
-    for dim, shares in ((64, (0.1, 0.01)), (16, (0.02, 0.01))):
+    for dim, shares in ((dim, shares) for (rows, dim), shares in CASES.items() if rows == MEMORY_ROWS):
         plain = device_memory(dim, None)
         cases.append(plain)
         for kept in shares:
@@ -154,16 +153,7 @@ def memory() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.width_gpu", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=["P", "S"])
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--commit", help="which commit this is, unchanged, where the source is a copy without its history"
-    )
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU, and torch sees none")
-    origin = stamp(quick=False) | gpu()
-    if arguments.commit:
-        origin |= {"commit": arguments.commit, "dirty": False}
+    arguments, origin = asked(parser)
     steps = []
     for name in arguments.workloads:
         steps.append(measure(name))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .report import ROOT, BenchmarkError, merge, stamp
 from .width_data import STUDIES, Study, generated, prepared
-from .width_summary import summarised, table
+from .width_summary import best_of, summarised, table
 from .width_training import KEPT, METHODS, Job, Setting, train
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class Grid:
             if missing:
                 tuning |= missing
                 continue
-            scores: dict[Setting, float] = {}
-            for job in jobs:
-                scores[job.setting] = scores.get(job.setting, 0.0) + float(done[job.key()]["validation"])
-            best = max(scores, key=lambda setting: scores[setting])
+            best = best_of({s: [done[job.key()] for job in jobs if job.setting == s] for s in self.settings_of(method)})
             seeds = [Job(data=data, method=method, keep=keep, setting=best, seed=seed) for seed in range(self.seeds)]
             rest += [job for job in seeds if job.key() not in done]
         return [*tuning.values(), *sorted(rest, key=lambda job: job.seed)]

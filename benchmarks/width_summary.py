@@ -45,9 +45,7 @@ def of_data(lines: Lines) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = defaultdict(dict)
     for method, keep in sorted({key[:2] for key in groups}, key=lambda key: (METHODS.index(key[0]), -key[1])):
         settings = {s: part for (m, k, s), part in groups.items() if (m, k) == (method, keep)}
-        # By the seeds that all settings have been tried with; the others must not decide what they are compared by.
-        tried = set.intersection(*({int(line["job"]["seed"]) for line in part} for part in settings.values()))
-        best = max(settings, key=lambda s: _mean([line for line in settings[s] if line["job"]["seed"] in tried]))
+        best = best_of(settings)
         cells[method][f"{keep:g}"] = described(best, settings[best], len(settings))
     rows = int(lines[0]["of_rows"])
     full_bytes = rows * (DIM + 1) * 4
@@ -57,8 +55,17 @@ def of_data(lines: Lines) -> dict[str, Any]:
     return found
 
 
-def _mean(lines: Lines) -> float:
-    return statistics.fmean(float(line["validation"]) for line in lines) if lines else 0.0
+def best_of(settings: Mapping[Setting, Lines]) -> Setting:
+    """On validation data, by the seeds that all settings have been tried with: others must not decide what they are compared
+    by."""
+    tried = set.intersection(*({line["job"]["seed"] for line in lines} for lines in settings.values()))
+
+    def score(setting: Setting) -> float:
+        return statistics.fmean(
+            [line["validation"] for line in settings[setting] if line["job"]["seed"] in tried] or [0]
+        )
+
+    return max(settings, key=score)
 
 
 def described(setting: Setting, lines: Lines, tried: int) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def samples_of(parts: list[Part]) -> list[Sample]:
     return samples
 
 
+def _beyond(drawn: Tensor, share: float) -> Tensor:
+    """All but such a share of the rows, as was drawn."""
+    return drawn >= int(share * DRAWS)
+
+
 def _tidy(rows: int) -> None:
     """After work on so many rows of a table."""
     if rows >= MANY:
@@ -101,7 +106,7 @@ class Part:
         """its chunks, where any may live"""
         self.new: Tensor = self.old
         self.pruned = self.regained = 0
-        self._draws, self._numbers = 0, self.old
+        self._draws = 0
 
     def measure(self, share: float, unit: Tensor | None = None) -> Part:
         """Makes what its rows are worth comparable with those of other tables, where so much of all values is kept: in this unit
@@ -139,32 +144,26 @@ class Part:
         """These rows stay as they are."""
         self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
 
-    def draw(self, step: int) -> None:
+    def draw(self, step: int) -> Tensor:
         """A number for every row, by its id, and every time another: rows that were left alone before would be so again, and the
         rest untouched."""
         salt = mix64(step + (self._draws << 40)) >> 1
-        self._numbers = self.storage.kernels.bucket_of(self.census.ids ^ salt, DRAWS).to(torch.int32)
         self._draws += 1
+        numbers: Tensor = self.storage.kernels.bucket_of(self.census.ids ^ salt, DRAWS)
+        return numbers.to(torch.int32)
 
-    def growth(self, share: float = 1.0) -> int:
-        """Values that come, of rows that are drawn if only such a share of them grows."""
-        more = (self._counts - self.old).clamp(min=0)
-        if share < 1:
-            more.masked_fill_(self._beyond(share), 0)
+    def growth(self, drawn: Tensor, share: float = 1.0) -> int:
+        """Values that come if only such a share of the rows that would grow do."""
+        more = (self._counts - self.old).clamp(min=0).masked_fill_(_beyond(drawn, share), 0)
         return int(more.sum()) * self.records.chunk
 
-    def hold_back(self, share: float) -> None:
-        """Only about this share of the rows may change, as was drawn."""
-        self._keep(self._beyond(share))
-        self._numbers = self.old  # nothing more is decided by them
+    def hold_back(self, drawn: Tensor, share: float) -> None:
+        """Only about this share of the rows may change."""
+        self._keep(_beyond(drawn, share))
 
-    def grow_less(self, share: float) -> None:
+    def grow_less(self, drawn: Tensor, share: float) -> None:
         """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
-        self._keep((self._counts > self.old) & self._beyond(share))
-        self._numbers = self.old
-
-    def _beyond(self, share: float) -> Tensor:
-        return self._numbers >= int(share * DRAWS)
+        self._keep((self._counts > self.old) & _beyond(drawn, share))
 
     def prepare(self) -> Callable[[], None]:
         masks = None
@@ -176,7 +175,7 @@ class Part:
             went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
         self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
         census, counts = self.census, self._counts
-        del self.census, self.rows, self.old, self.held, self.new, self._numbers  # by far the most that a round holds
+        del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
         put = self.storage.prepare(census, counts, masks)
         _tidy(len(census.ids))
         return put

@@ -373,11 +373,10 @@ class Rounds:
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
             held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
-                part.draw(step)
                 if held > budget:
-                    part.grow_less(allowed)
+                    part.grow_less(part.draw(step), allowed)
                 else:
-                    part.hold_back(allowed)
+                    part.hold_back(part.draw(step), allowed)
         over = self.total(float(sum(part.new_values() for part in parts))) - budget
         if over > 0:
             self._cut_growth(parts, over, step)
@@ -389,21 +388,26 @@ class Rounds:
 
     def _cut_growth(self, parts: list[Part], over: float, step: int) -> None:
         """So many values less: rows that would grow wait, by draw, all of them at the worst."""
-        for part in parts:
-            part.draw(step)
-        grown = self.total(float(sum(part.growth() for part in parts)))
+        draws = [part.draw(step) for part in parts]
+
+        def growth(share: float) -> float:
+            return self.total(float(sum(part.growth(drawn, share) for part, drawn in zip(parts, draws))))
+
+        grown = growth(1.0)
         low, high = 0.0, 1.0
-        share = max(0.0, 1 - (1 + MARGIN) * over / max(1.0, grown))
+        share = 1 - (1 + MARGIN) * over / max(1.0, grown)
         for _ in range(CUTS):
-            if self.total(float(sum(part.growth(share) for part in parts))) <= grown - over:
+            if share <= 0:
+                break
+            if growth(share) <= grown - over:
                 low = share
                 if high == 1 or high - low < 0.1 * high:
                     break
             else:
                 high = share
             share = (low + high) / 2
-        for part in parts:
-            part.grow_less(low)
+        for part, drawn in zip(parts, draws):
+            part.grow_less(drawn, low)
 
     def _parts(self, group: Group, budget: float) -> list[Part]:
         """The group's tables, with what their rows are worth as it is compared."""
