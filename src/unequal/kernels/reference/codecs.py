@@ -11,7 +11,8 @@ LARGEST_HALF = 65504.0
 def encode_rows(rows: Tensor, codec: str) -> Tensor:
     """[rows, width] of float32 as elements of the wire's dtype."""
     if codec == "int8":
-        scale = rows.abs().amax(1, keepdim=True) / 127
+        scale = rows.abs().amax(1, keepdim=True)
+        scale /= torch.full_like(scale, 127)  # by a number a GPU would multiply with the inverse, which is not the same
         steps = torch.where(scale > 0, rows / scale, 0.0).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([scale.view(torch.uint8), steps.view(torch.uint8)], 1)
     if codec == "fp16":  # what float16 cannot hold becomes its largest number, not infinity
