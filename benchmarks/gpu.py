@@ -162,27 +162,30 @@ def counted_bytes(work: GpuWorkload, batch: uq.Batch, result: dict[str, Any], dt
     }
 
 
-def whole_model() -> dict[str, Any]:
-    """A DLRM over workload P: forward, backward, all updates, as a user's loop runs it and as one graph."""
-    work = workload("P")
+def dlrm_step(embeddings: uq.Embeddings, batches: list[uq.Batch]) -> Step:
+    """A step of a DLRM over pooled features: forward, backward, all updates."""
     torch.manual_seed(0)
     config = ModelConfig(bottom=(512, 256), top=(1024, 1024, 512, 256), interaction_dim=DIM)
-    model = build_model(config, work.embeddings(torch.float32), dense_features=13, tasks=1).cuda()
+    model = build_model(config, embeddings, dense_features=13, tasks=1).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True, capturable=True)
-    batches = []
-    for seed in range(BATCHES):
-        batch = work.batch(seed)
-        batch.dense = torch.randn(work.size, 13, device="cuda")
-        batch.labels = torch.randint(0, 2, (work.size, 1), device="cuda").float()
-        batches.append(batch)
+    for batch in batches:
+        batch.dense = torch.randn(batch.size, 13, device="cuda")
+        batch.labels = torch.randint(0, 2, (batch.size, 1), device="cuda").float()
 
     def step(k: int) -> None:
-        batch = batches[k % BATCHES]
+        batch = batches[k % len(batches)]
         loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
 
+    return step
+
+
+def whole_model() -> dict[str, Any]:
+    """A DLRM over workload P as a user's loop runs it and as one graph."""
+    work = workload("P")
+    step = dlrm_step(work.embeddings(torch.float32), [work.batch(seed) for seed in range(BATCHES)])
     times: dict[str, Any] = {"batch": work.size, "step_ms": round(milliseconds(step), 4)}
     kernels = kernel_times(step)
     replay = captured(step)

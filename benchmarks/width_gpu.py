@@ -3,8 +3,9 @@ tables take of its memory: `python -m benchmarks.width_gpu [P S]`, into results/
 runs from the source tree (PYTHONPATH=src).
 
 At 100% all rows of all tables are there, whole. At 10% the tables have come to their widths in WARM_UP steps; then no more rows
-are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `round` is what a step
-that ends in a round takes. Its share is that of a round every 1,000 steps.
+are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `model` a step of a
+DLRM over the same tables (pooled features alone). `round` is what a round takes when rows have come to their widths. Its share is
+that of a round every 1,000 steps.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import Tensor
 
 import unequal as uq
 
-from .gpu import BATCHES, ORDER, Step, asked, gradients_for, kernel_times, milliseconds
+from .gpu import BATCHES, ORDER, Step, asked, dlrm_step, gradients_for, kernel_times, milliseconds
 from .gpu_workloads import DIM, GpuWorkload, workload
 from .report import merge
 from .width_memory import BARS, CASES, reads_of, train
 
-WARM_UP, EVERY = 128, 32
+WARM_UP, EVERY, ROUNDS = 128, 32, 7
+INTERVAL = 1000
+"""steps between rounds, as a recipe has it by default"""
 SIDES = ("plain", "100%", "10%")
 MEMORY_ROWS = 10_000_000
 PIECE = 1 << 20
@@ -56,29 +59,43 @@ def fill(module: uq.Embeddings) -> None:
 
 
 def settle(module: uq.Embeddings, step: Step) -> list[float]:
-    """Trains until widths are what they will be; gives the milliseconds of steps that ended in a round."""
-    rounds = []
+    """Trains until widths are what they will be; then gives the milliseconds of rounds. After it there are none, and no room for
+    new rows."""
     for k in range(WARM_UP):
-        before = len(module.width_reports)
+        step(k)
+    rounds = module._rounds
+    assert rounds is not None
+    rounds.width, rounds.shifts.every = uq.Width(budget="10%", every=10**9), INTERVAL
+    times = []
+    for number in range(ROUNDS):
+        for group in rounds.groups:
+            group.purse.left = 0.0
+        for k in range(EVERY):
+            step(number * EVERY + k)
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        step(k)
+        rounds.round(WARM_UP + number)
         torch.cuda.synchronize()
-        if len(module.width_reports) > before:
-            rounds.append((time.perf_counter() - begin) * 1e3)
-    assert module._rounds is not None
-    for group in module._rounds.groups:
+        times.append((time.perf_counter() - begin) * 1e3)
+        module._generation += 1
+    for group in rounds.groups:
         group.purse.left = 0.0
-    return rounds
+    return times
 
 
-def timed(step: Step) -> dict[str, Any]:
+def timed(
+    work: GpuWorkload, module: uq.Embeddings, batches: list[uq.Batch], gradients: list[list[Tensor]]
+) -> dict[str, Any]:
+    step = stepper(work, module, batches, gradients)
     kernels = kernel_times(step)
-    return {
+    found = {
         "step_ms": round(milliseconds(step), 4),
         "device_ms": round(sum(kernels.values()) / 1e3, 4),
         "kernels_us": kernels,
     }
+    if work.pooled:
+        found["model_ms"] = round(milliseconds(dlrm_step(module, batches)), 4)
+    return found
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -87,12 +104,12 @@ def measure(name: str) -> dict[str, Any]:
     gradients = [gradients_for(work, batch, torch.float32) for batch in batches]
     result: dict[str, Any] = {
         "workload": name,
-        "plain": timed(stepper(work, embeddings(work, None), batches, gradients)),
+        "plain": timed(work, embeddings(work, None), batches, gradients),
     }
     torch.cuda.empty_cache()
     whole = embeddings(work, uq.Width(budget="100%", every=10**9))
     fill(whole)
-    result["100%"] = timed(stepper(work, whole, batches, gradients))
+    result["100%"] = timed(work, whole, batches, gradients)
     del whole
     torch.cuda.empty_cache()
     narrow = embeddings(work, uq.Width(budget="10%", every=EVERY))
@@ -102,14 +119,17 @@ def measure(name: str) -> dict[str, Any]:
         narrow,
         stepper(work, narrow, more, [same if work.pooled else gradients_for(work, b, torch.float32) for b in more]),
     )
-    assert narrow._rounds is not None
-    narrow._rounds.width = uq.Width(budget="10%", every=10**9)  # what is timed has no rounds
-    result["10%"] = timed(stepper(work, narrow, batches, gradients))
+    result["10%"] = timed(work, narrow, batches, gradients)
     for side in ("100%", "10%"):
-        result[side]["over_plain"] = round(result[side]["step_ms"] / result["plain"]["step_ms"], 3)
-        result[side]["device_over_plain"] = round(result[side]["device_ms"] / result["plain"]["device_ms"], 3)
+        for name in ("step", "device", "model"):
+            if f"{name}_ms" in result[side]:
+                times = result[side][f"{name}_ms"] / result["plain"][f"{name}_ms"]
+                result[side][f"{name}_over_plain"] = round(times, 3)
     result["round_ms"] = round(statistics.median(rounds), 2)
-    result["round_share"] = round(result["round_ms"] / (1000 * result["10%"]["step_ms"]), 4)
+    for name in ("step", "model"):
+        if f"{name}_ms" in result["10%"]:
+            share = result["round_ms"] / (INTERVAL * result["10%"][f"{name}_ms"])
+            result[f"round_share_of_{name}"] = round(share, 4)
     return result
 
 

@@ -15,10 +15,19 @@ namespace {
 constexpr int64_t kRowsAhead = 16;
 constexpr int64_t kTogether = 64;  // rows that are brought near before the first is read
 
-// Writes the row's values as they will be with `chunks` chunks (and a mask): those it had, and fresh ones for the rest.
+// The largest state of a row's values.
+float largest_state(const Table& t, const NarrowRow& row, int which) {
+  const float* state = row.state(which);
+  float largest = 0.0f;
+  for (int64_t j = 0; j < row.chunks * t.chunk; ++j) largest = std::max(largest, state[j]);
+  return largest;
+}
+
+// Writes the row's values as they will be with `chunks` chunks (and a mask): those it had, and fresh ones for the rest, whose
+// states begin as `first`.
 template <class T>
 void rebuild(const Table& t, const NarrowRow* old, const NarrowRow& made, int64_t id, uint64_t mask, float std_width,
-             const int64_t* per_value) {
+             const int64_t* per_value, const float* first) {
   const uint64_t key = fresh_key(t.key, id);
   T* to = reinterpret_cast<T*>(made.record);
   const T* from = old ? reinterpret_cast<const T*>(old->record) : nullptr;
@@ -37,7 +46,7 @@ void rebuild(const Table& t, const NarrowRow* old, const NarrowRow& made, int64_
       else put(to + at, draw(key, chunk * t.chunk + j) * std_width);
       for (int which = 0; which < 2; ++which)
         if (per_value[which])
-          made.state(which)[at] = source >= 0 ? old->state(which)[source * t.chunk + j] : 0.0f;
+          made.state(which)[at] = source >= 0 ? old->state(which)[source * t.chunk + j] : first[which];
     }
   }
   if (t.masked) made.set_mask(mask);
@@ -96,9 +105,10 @@ UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, i
 }
 
 // Makes the records that rows will have at new slots: `made` holds them one after the other, `starts` says where each begins.
-// old[i]: the slot it has now, or -1: a fresh row. masks: of the new rows, or null. utilities: of fresh rows, [count · each].
+// old[i]: the slot it has now, or -1: a fresh row. masks: of the new rows, or null. inherit: squares of gradients of new values
+// begin as the largest of the row's others, not with nothing.
 UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* ids, const int64_t* old, const int64_t* slots,
-                                   const int64_t* masks, const float* utilities, int64_t count, float std_width, float* made,
+                                   const int64_t* masks, int inherit, int64_t count, float std_width, float* made,
                                    const int64_t* starts, int threads) {
   using namespace unequal;
   const Table& t = *table;
@@ -115,12 +125,15 @@ UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* i
       for (int which = 0; which < 2; ++which)
         if (state_per_row<O>(which, 2) == 1) *row.state(which) = had ? *had->state(which) : 0.0f;
       for (int64_t u = 0; u < t.utilities; ++u)
-        row.utility()[u] = old[i] >= 0 ? before.utility()[u] : utilities ? utilities[i * t.utilities + u] : 0.0f;
+        row.utility()[u] = old[i] >= 0 ? before.utility()[u] : 0.0f;
+      float first[2] = {0.0f, 0.0f};
+      if constexpr (constexpr int squares = squares_of<O>(); squares >= 0)
+        if (inherit && had) first[squares] = largest_state(t, *had, squares);
       const uint64_t mask = masks ? uint64_t(masks[i]) : 0;
       switch (t.dtype) {
-        case kFloat32: rebuild<float>(t, had, row, ids[i], mask, std_width, per_value); break;
-        case kFloat16: rebuild<Half>(t, had, row, ids[i], mask, std_width, per_value); break;
-        default: rebuild<BFloat>(t, had, row, ids[i], mask, std_width, per_value); break;
+        case kFloat32: rebuild<float>(t, had, row, ids[i], mask, std_width, per_value, first); break;
+        case kFloat16: rebuild<Half>(t, had, row, ids[i], mask, std_width, per_value, first); break;
+        default: rebuild<BFloat>(t, had, row, ids[i], mask, std_width, per_value, first); break;
       }
     }
   });

@@ -18,6 +18,8 @@ class Optimizer:
 
     code: ClassVar[int]
     state: ClassVar[tuple[tuple[str, Per], ...]] = ()
+    squares: ClassVar[int] = -1
+    """which state has squares of gradients for every value; -1: none has"""
 
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -51,6 +53,7 @@ class Adagrad(Optimizer):
 
     code: ClassVar[int] = 1
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("sum", "value"),)
+    squares: ClassVar[int] = 0
     eps: float = 1e-8
 
     def hyperparameters(self) -> tuple[float, float, float, float]:
@@ -75,6 +78,7 @@ class Adam(Optimizer):
 
     code: ClassVar[int] = 3
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("first", "value"), ("second", "value"))
+    squares: ClassVar[int] = 1
     lr: float = 0.001
     beta1: float = 0.9
     beta2: float = 0.999
@@ -90,6 +94,7 @@ class RowWiseAdam(Adam):
 
     code: ClassVar[int] = 4
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("first", "value"), ("second", "row"))
+    squares: ClassVar[int] = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

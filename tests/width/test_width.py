@@ -306,10 +306,54 @@ def test_utilities_are_read_and_fade_alike_in_both_ways(policy):
         expected, expected_masks = storage._worth(slots)
         assert torch.equal(utilities, expected)
         assert (masks is None) == (expected_masks is None) and (masks is None or torch.equal(masks, expected_masks))
-        gain = storage.records.gain
+        gain, followed = storage.records.gain, storage.candidates()
+        worth = storage.records.slabs[0][0][followed[0]].clone()
         storage._fade()
+        assert all(torch.equal(*both) for both in zip(storage.candidates(), followed))
+        torch.testing.assert_close(storage.records.slabs[0][0][followed[0]], worth / gain, rtol=1e-6, atol=0)
         torch.testing.assert_close(storage._worth(slots)[0], expected / gain, rtol=1e-6, atol=0)
         assert storage.records.gain == 1.0
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_utilities_outlast_any_number_of_steps(policy):
+    """What is added grows with every step, so that what was there fades; long before it is too large, all is made smaller."""
+    module = embeddings(uq.Width(budget="10%", policy=policy, every=10_000, decay=0.5))
+    storages = list(module._storages.values())
+    train(module, batches(3))
+    for storage in storages:
+        storage.how.purse.left = 0.0
+        before = storage.census()
+        for _ in range(39):
+            storage.tick()
+        torch.testing.assert_close(storage.census().utilities, before.utilities * 0.5**39, rtol=1e-6, atol=0)
+        for _ in range(200):
+            storage.tick()
+            assert storage.records.gain <= 2.0**40
+        after = storage.census()
+        assert torch.equal(before.ids[: before.live], after.ids[: after.live])
+        assert before.utilities.max() > 0.1 and after.utilities.max() < 1e-30
+    train(module, batches(3))
+    for storage in storages:
+        utilities = storage.census().utilities
+        assert utilities.isfinite().all() and utilities.max() > 0.1
+
+
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_a_round_that_changes_nothing_does_nothing(policy):
+    module = embeddings(uq.Width(budget="40%", policy=policy, every=1000))
+    train(module, batches(6))
+    rounds = module._rounds
+    rounds.width = uq.Width(budget="40%", policy=policy, every=1000, hysteresis=9.0)
+    rounds.round(6)
+    rounds.round(7)
+    directories = [storage.directory for storage in module._storages.values()]
+    before = {name: part.clone() for name, part in module.state_dict().items()}
+    report = rounds.round(8)
+    assert not report.pruned and not report.regained
+    assert all(storage.directory is kept for storage, kept in zip(module._storages.values(), directories))
+    compare(module.state_dict(), before, rtol=0, atol=0)
+    train(module, batches(2, seed=5))
 
 
 def test_chunks():
@@ -330,6 +374,7 @@ def test_chunks():
         ({"budget": "120%"}, "more than 0% and at most 100%"),
         ({"policy": "waterfilling"}, "did you mean 'water-filling'"),
         ({"every": 0}, "1 or more steps"),
+        ({"state": "old"}, "'fresh' or 'row', got 'old'"),
         ({"tables": {"x": "-1 GB"}}, "width budget of table 'x'"),
     ],
 )

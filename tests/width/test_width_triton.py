@@ -45,7 +45,7 @@ def test_agrees_with_reference(both, policy):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
 def test_optimizers(both, optimizer):
-    own, expected = both(uq.Width(budget="30%", policy="fiited", every=2), optimizer=optimizer)
+    own, expected = both(uq.Width(budget="30%", policy="fiited", every=2, state="row"), optimizer=optimizer)
     data = list(batches(3, size=6))
     train(own, data)
     train(expected, data)

@@ -19,7 +19,7 @@ from ..kernels import Backend
 from ..kernels.request import Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
-from .following import FollowingStorage
+from .following import NOBODY, FollowingStorage
 from .memory import own_pages
 from .narrowing import Census, Narrowing, Purse
 from .numbered import NumberedDirectory
@@ -32,6 +32,10 @@ INDEX_BITS = 31
 """of a slot, as the directory holds it"""
 CHUNK = 65536
 """rows that are made at a time"""
+PIECE = 1 << 20
+"""rows that are counted at a time"""
+MOST_GAIN = 2.0**40
+"""in whose measure utilities are kept"""
 
 
 def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
@@ -73,6 +77,8 @@ class NarrowStorage(FollowingStorage):
         self._start_following()
         self.counts = [0] * (records.chunks + 1)
         """live rows of every class"""
+        self._laid_out: list[int] = []
+        """the same after the last round"""
         self.directory: Any = self._directory(0)
         records.gain = 1.0
         self._changed()
@@ -89,7 +95,7 @@ class NarrowStorage(FollowingStorage):
         for ids, slots in zip(*(part.split(CHUNK) for part in self.directory.entries())):
             old = torch.full_like(ids, -1)
             self.kernels.place(
-                self.rows, slots, *self.kernels.rebuild(self.rows, ids, old, slots, None, None, self.table.init_std)
+                self.rows, slots, *self.kernels.rebuild(self.rows, ids, old, slots, None, self.table.init_std)
             )
 
     def _directory(self, rows: int) -> Any:
@@ -156,6 +162,8 @@ class NarrowStorage(FollowingStorage):
         """Once a step: what was useful before it counts a little less from now on."""
         self._clock += 1
         self.records.gain /= self.how.decay
+        if self.records.gain > MOST_GAIN:
+            self._fade()
 
     @property
     def affords_rows(self) -> bool:
@@ -178,7 +186,7 @@ class NarrowStorage(FollowingStorage):
         slots = (torch.arange(first, first + count, device=self.device) << self.records.class_bits) | k
         masks = self.first_masks(ids) if self.how.masked else None
         old = torch.full_like(ids, -1)
-        made, starts = self.kernels.rebuild(self.rows, ids, old, slots, masks, None, self.table.init_std)
+        made, starts = self.kernels.rebuild(self.rows, ids, old, slots, masks, self.table.init_std)
         self.kernels.place(self.rows, slots, made, starts)
         self.directory.insert(ids, slots)
         self.counts[k] += count
@@ -225,7 +233,7 @@ class NarrowStorage(FollowingStorage):
 
     @_as_memory_error
     def census(self) -> Census:
-        """Utilities fade to now: after it they are comparable with those of other tables."""
+        """Utilities in it have faded to now, so that they are comparable with those of other tables."""
         records = self.records
         ids, slots = self.directory.entries()
         # So that it does not matter how the directory lies.
@@ -237,9 +245,9 @@ class NarrowStorage(FollowingStorage):
         live = ids.numel()
         utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
         known, names = self.candidates()
-        rowless = self.directory.find(names) < 0  # some have got a row since
+        rowless = (self.directory.find(names) < 0).nonzero()[:, 0]  # some have got a row since
         names, order = names[rowless].sort()
-        known = known[rowless][order]
+        known = known[rowless[order]]
         # One after the other, so that no two of them are there twice at a time.
         ids = torch.cat([ids, names])
         slots = torch.cat([slots, known << records.class_bits])
@@ -275,57 +283,73 @@ class NarrowStorage(FollowingStorage):
         slabs = [slab[:, words] for slab in self.records.slabs[k]]
         return torch.cat(slabs)[: self.counts[k]]
 
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether there is nothing to do in a round that changes no row: none has come since the last one."""
+        return self.counts == self._laid_out
+
     @_as_memory_error
-    def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None) -> Callable[[], None]:
+    def class_counts(self, chunks: Tensor) -> Tensor:
+        """How many rows have none, one, two … of so many chunks."""
+        if not self.kernels.on_device:
+            return torch.bincount(chunks, minlength=self.records.chunks + 1)
+        # bincount would wait for the device.
+        each = torch.arange(self.records.chunks + 1, dtype=chunks.dtype, device=self.device)
+        counts = torch.zeros_like(each, dtype=torch.int64)
+        for part in torch.split(chunks, PIECE):
+            counts += (part == each[:, None]).sum(1)
+        return counts
+
+    @_as_memory_error
+    def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None, rows: list[int]) -> Callable[[], None]:
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
-        no memory worth the name: where memory is short, it is short before anything has changed."""
+        no memory worth the name: where memory is short, it is short before anything has changed. `rows`: see class_counts."""
         records = self.records
-        counts = self._counts_of(chunks)
+        held = [0, *rows[1:]]
+        self._check_room(held)
+        counts = torch.tensor(held).to(self.device)
         slots = self.kernels.lay_out(census.slots, chunks, counts, records.class_bits)
         moved = (slots != census.slots) & (slots >= 0)
         if masks is not None and census.masks is not None:
             moved |= (chunks > 0) & (masks != census.masks)
-        directory = self._directory(int(counts.sum()))
+        directory = self._directory(sum(held))
         directory.insert(census.ids, slots)
         movers = moved.nonzero()[:, 0]
         placed = slots[movers]
         del slots, moved
         made, starts = self.kernels.rebuild(
-            self.rows, census.ids[movers], census.slots[movers], placed, None if masks is None else masks[movers], None,
-            self.table.init_std,
+            self.rows, census.ids[movers], census.slots[movers], placed, None if masks is None else masks[movers],
+            self.table.init_std, self.how.inherit,
         )  # fmt: skip
-        slabs = [self._enlarged(k, count) for k, count in enumerate(counts.tolist()) if k]
+        slabs = [self._enlarged(k, count) for k, count in enumerate(held) if k]
         unwanted = (chunks == 0).nonzero()[:, 0]
-        dropped = census.ids[unwanted], census.utilities[unwanted]
+        dropped = census.ids[unwanted], census.utilities[unwanted] * records.gain
 
         def put() -> None:
             for k, (kept, new) in enumerate(slabs, 1):
                 self._replace(k, kept, new)
             self._changed()
             self.kernels.place(self.rows, placed, made, starts)
-            self.counts, self.directory = counts.tolist(), directory
-            self._fade()
+            self.counts, self._laid_out, self.directory = held, list(held), directory
             self._follow_instead(dropped)
             self.generation += 1
 
         return put
 
-    def _counts_of(self, chunks: Tensor) -> Tensor:
-        """Live rows of every class, if they have so many chunks."""
-        records = self.records
-        counts = torch.bincount(chunks, minlength=records.chunks + 1)
-        counts[0] = 0
-        most, room = int(counts.max()), 1 << INDEX_BITS - records.class_bits
+    def _check_room(self, counts: list[int]) -> None:
+        """Of slots of every class."""
+        most, room = max(counts), 1 << INDEX_BITS - self.records.class_bits
         if most >= room:
             raise MemoryError(
-                f"table '{self.table.name}': {most:,} rows of {int(counts.argmax())} chunks, there is room for {room:,}; "
+                f"table '{self.table.name}': {most:,} rows of {counts.index(most)} chunks, there is room for {room:,}; "
                 "use larger chunks, of which there are fewer"
             )
-        return counts
 
     def _fade(self) -> None:
         """Utilities count from now on in today's measure."""
         records = self.records
+        followed = records.slabs[0][0]
+        followed.copy_(torch.where(followed < 0, NOBODY, followed / records.gain))
         if self.kernels.fade is not None:
             self.kernels.fade(self.rows, records.gain)
         else:
@@ -334,6 +358,7 @@ class NarrowStorage(FollowingStorage):
                 for slab in records.slabs[k]:
                     slab[:, first : first + records.utilities] /= records.gain
         records.gain = 1.0
+        self.rows.cached = None
 
     # What it takes, and saving it
 

@@ -48,6 +48,9 @@ class WidthConfig:
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds."""
     ramp: int = _default("ramp")
     """Steps in which they do."""
+    state: str | None = None
+    """What the optimizer knows of chunks that a row gets beside those it has: nothing ("fresh"), or what it knows of the others
+    ("row"). Left out: "row" with water-filling, otherwise "fresh"."""
     gradients: str = _default("gradients")
     """Several ranks: gradients travel to the owners of narrow rows as narrow as these, with one number for the rest ("norms"), or
     "whole"."""

@@ -72,6 +72,10 @@ class Width:
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds"""
     ramp: int = 2000
     """steps in which they do"""
+    state: str | None = None
+    """what the optimizer knows of chunks that a row gets beside those it has. "fresh": nothing, so that they learn as fast as new
+    rows do. "row": squares of gradients (AdaGrad, Adam) begin as the largest of the row's others, so that they learn as slowly
+    as these; what one number of the row says stays anyway. Without it as the policy does: "row" with water-filling"""
     gradients: str = "norms"
     """what owners on other ranks are told of the gradients of chunks that a row lacks. "norms": their norm alone, so that
     messages are as narrow as the rows, and a row that several ranks read is worth up to the sum of what it is to each. "whole":
@@ -108,6 +112,8 @@ class Width:
             raise RecipeError("width adapt", "true or false", self.adapt)
         if self.start not in ("small", "full"):
             raise RecipeError("width start", "'small' or 'full'", self.start)
+        if self.state not in (None, "fresh", "row"):
+            raise RecipeError("width state", "'fresh' or 'row'", self.state)
         if self.gradients not in ("whole", "norms"):
             raise RecipeError("width gradients", "'whole' or 'norms'", self.gradients)
         if self.ramp < 1:
@@ -118,6 +124,11 @@ class Width:
         found = self.tables.get(table)
         assert found is None or isinstance(found, Budget)
         return found
+
+    @property
+    def inherits(self) -> bool:
+        """Whether new chunks of a row begin with what the optimizer knows of its others."""
+        return policy_of(self.policy).inherits if self.state is None else self.state == "row"
 
     @property
     def common(self) -> Budget:

@@ -105,7 +105,6 @@ class Part:
         self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
         """its chunks, where any may live"""
         self.new: Tensor = self.old
-        self.pruned = self.regained = 0
         self._draws = 0
 
     def measure(self, share: float, unit: Tensor | None = None) -> Part:
@@ -134,11 +133,26 @@ class Part:
     def _counts(self) -> Tensor:
         return _counts(self.new)
 
-    def moved(self) -> int:
-        return int((self._counts - self.old).abs().sum()) * self.records.chunk
+    # What is counted stays where the rows are: a GPU is waited for once for all tables.
 
-    def new_values(self) -> int:
-        return int(self._counts.sum()) * self.records.chunk
+    def moved(self) -> Tensor:
+        """Values that go or come."""
+        return (self._counts - self.old).abs().sum() * self.records.chunk
+
+    def new_values(self) -> Tensor:
+        return self._counts.sum() * self.records.chunk
+
+    def went_and_came(self) -> Tensor:
+        """Values."""
+        if self.new.dtype == torch.bool:
+            went, came = (self.held & ~self.new).sum(), (self.new & ~self.held).sum()
+        else:
+            change = self.new - self.old
+            went, came = -change.clamp(max=0).sum(), change.clamp(min=0).sum()
+        return torch.stack([went, came]) * self.records.chunk
+
+    def class_counts(self) -> Tensor:
+        return self.storage.class_counts(self._counts)
 
     def _keep(self, which: Tensor) -> None:
         """These rows stay as they are."""
@@ -152,10 +166,10 @@ class Part:
         numbers: Tensor = self.storage.kernels.bucket_of(self.census.ids ^ salt, DRAWS)
         return numbers.to(torch.int32)
 
-    def growth(self, drawn: Tensor, share: float = 1.0) -> int:
+    def growth(self, drawn: Tensor, share: float = 1.0) -> Tensor:
         """Values that come if only such a share of the rows that would grow do."""
         more = (self._counts - self.old).clamp(min=0).masked_fill_(_beyond(drawn, share), 0)
-        return int(more.sum()) * self.records.chunk
+        return more.sum() * self.records.chunk
 
     def hold_back(self, drawn: Tensor, share: float) -> None:
         """Only about this share of the rows may change."""
@@ -165,17 +179,13 @@ class Part:
         """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
         self._keep((self._counts > self.old) & _beyond(drawn, share))
 
-    def prepare(self) -> Callable[[], None]:
-        masks = None
-        if self.new.dtype == torch.bool:
-            masks = self._masks()
-            went, came = int((self.held & ~self.new).sum()), int((self.new & ~self.held).sum())
-        else:
-            change = self.new - self.old
-            went, came = int(-change.clamp(max=0).sum()), int(change.clamp(min=0).sum())
-        self.pruned, self.regained = went * self.records.chunk, came * self.records.chunk
+    def prepare(self, changes: bool, rows: list[int]) -> Callable[[], None]:
+        """`changes`: whether it does; `rows`: see class_counts."""
+        masks = self._masks() if self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
-        put = self.storage.prepare(census, counts, masks)
+        if not changes and self.storage.is_laid_out:
+            return lambda: None
+        put = self.storage.prepare(census, counts, masks, rows)
         _tidy(len(census.ids))
         return put

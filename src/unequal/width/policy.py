@@ -43,6 +43,8 @@ class Policy(ABC):
     """whether rows exist wholly or not at all"""
     levels: ClassVar[bool] = False
     """whether small tables may have rows that are all equally wide, where following them would cost more than it brings"""
+    inherits: ClassVar[bool] = False
+    """whether new chunks of a row begin with what the optimizer knows of its others, unless Width.state says otherwise"""
     percentile: ClassVar[float | None] = None
     """of a table's rows, in whose worth the others' is measured; None: as Width.thresholds says"""
 
@@ -66,6 +68,7 @@ class WaterFilling(Policy):
     name: ClassVar[str] = "water-filling"
     kind: ClassVar[int] = GRADIENT
     levels: ClassVar[bool] = True
+    inherits: ClassVar[bool] = True
     alpha: float = 0.8
     """where little is kept"""
     rise: float = 11.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import RecipeError
@@ -227,7 +229,7 @@ class Rounds:
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
             rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
-            purse=group.purse,
+            purse=group.purse, inherit=self.width.inherits,
         )  # fmt: skip
 
     def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
@@ -367,7 +369,7 @@ class Rounds:
         threshold = self._threshold(parts, budget)
         for part in parts:
             part.choose(threshold, self.width.hysteresis)
-        moved = self.total(float(sum(part.moved() for part in parts)))
+        moved = self._sum(part.moved() for part in parts)
         if moved > self.width.most * budget:
             allowed = self.width.most * budget / moved
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
@@ -377,21 +379,39 @@ class Rounds:
                     part.grow_less(part.draw(step), allowed)
                 else:
                     part.hold_back(part.draw(step), allowed)
-        over = self.total(float(sum(part.new_values() for part in parts))) - budget
+        over = self._sum(part.new_values() for part in parts) - budget
         if over > 0:
             self._cut_growth(parts, over, step)
+        changes: list[list[int]] = []
+
+        def prepared() -> list[Callable[[], None]]:
+            changes.extend(self._listed(part.went_and_came() for part in parts))
+            rows = self._listed(part.class_counts() for part in parts)
+            return [part.prepare(any(change), own) for part, change, own in zip(parts, changes, rows)]
+
         # All tables of a group on all ranks or none: the budget is theirs together.
-        puts = self._together(lambda: [part.prepare() for part in parts])
+        puts = self._together(prepared)
         while puts:
             puts.pop(0)()  # what it holds goes with it
-        return sum(part.pruned for part in parts), sum(part.regained for part in parts)
+        return sum(went for went, _ in changes), sum(came for _, came in changes)
+
+    def _sum(self, numbers: Iterable[Tensor]) -> float:
+        """Of numbers of all tables on all ranks."""
+        return self.total(float(sum(number for (number,) in self._listed(number[None] for number in numbers))))
+
+    @staticmethod
+    def _listed(numbers: Iterable[Tensor]) -> list[list[int]]:
+        """Numbers of every table, of which a GPU is asked at once."""
+        parts = list(numbers)
+        flat = iter(torch.cat(parts).tolist() if parts else ())
+        return [list(islice(flat, len(part))) for part in parts]
 
     def _cut_growth(self, parts: list[Part], over: float, step: int) -> None:
         """So many values less: rows that would grow wait, by draw, all of them at the worst."""
         draws = [part.draw(step) for part in parts]
 
         def growth(share: float) -> float:
-            return self.total(float(sum(part.growth(drawn, share) for part, drawn in zip(parts, draws))))
+            return self._sum(part.growth(drawn, share) for part, drawn in zip(parts, draws))
 
         grown = growth(1.0)
         low, high = 0.0, 1.0

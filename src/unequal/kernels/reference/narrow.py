@@ -154,22 +154,24 @@ def lay_out(slots: Tensor, chunks: Tensor, counts: Tensor, class_bits: int) -> T
     begins = counts.cumsum(0) - counts
     places = slots >> class_bits
     stays = (slots & ((1 << class_bits) - 1) == chunks) & (places < counts[chunks])
-    taken = torch.zeros(int(counts.sum()), dtype=torch.bool, device=slots.device)
-    taken[(begins[chunks] + places)[stays]] = True
+    # There are at least as many places as are needed, and one for those that write nothing.
+    taken = torch.zeros(slots.numel() + 1, dtype=torch.bool, device=slots.device)
+    taken[torch.where(stays, begins[chunks] + places, slots.numel())] = True
     free = (~taken).nonzero()[:, 0]
     movers = ((chunks > 0) & ~stays).nonzero()[:, 0]
     movers = movers[chunks[movers].argsort(stable=True)]
     out = torch.where(stays, slots, -1)
     k = chunks[movers]
-    out[movers] = ((free - begins[k]) << class_bits) | k
+    out[movers] = ((free[: movers.numel()] - begins[k]) << class_bits) | k
     return out
 
 
 def rebuild(
-    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, utilities: Tensor | None, std: float
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
-    where it is new: then `utilities` are its own, or 0. Chunks that a row had are kept, others are fresh."""
+    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as the
+    largest of the row's others, not with nothing."""
     records = rows.records
     assert records is not None
     words = torch.from_numpy(records.layout[:, 5])[chunks_of(records, slots)]
@@ -178,7 +180,7 @@ def rebuild(
     columns = torch.arange(records.dim)
     vectors = fresh_values(rows, ids, columns, std).to(records.dtype)
     states = [torch.zeros(ids.numel(), records.dim if per == "value" else 1) for _, per in rows.optimizer.state]
-    usefulness = torch.zeros(ids.numel(), records.utilities) if utilities is None else utilities.clone()
+    usefulness = torch.zeros(ids.numel(), records.utilities)
     for k, which, places in by_class(records, old):
         had = read_records(records, k, places)
         utility = int(records.layout[k, 3])
@@ -187,10 +189,13 @@ def rebuild(
             continue
         at = columns_of(records, k, had)
         vectors[which] = vectors[which].scatter(1, at, values_of(records, k, had))
-        for state, begin, (_, per) in zip(states, records.layout[k, 1:].tolist(), rows.optimizer.state):
+        numbered = enumerate(zip(states, records.layout[k, 1:].tolist(), rows.optimizer.state))
+        for number, (state, begin, (_, per)) in numbered:
             if per == "row":
                 state[which, 0] = had[:, begin]
             else:
+                if inherit and number == rows.optimizer.squares:
+                    state[which] = had[:, begin : begin + at.shape[1]].amax(1, keepdim=True)
                 state[which] = state[which].scatter(1, at, had[:, begin : begin + at.shape[1]])
     for k, which, _ in by_class(records, slots):
         new = torch.zeros(which.numel(), int(records.layout[k, 5]))

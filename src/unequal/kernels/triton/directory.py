@@ -183,7 +183,7 @@ class NarrowDirectory:
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
         """Of ids that it does not hold yet, but for those with a slot of -1."""
-        known = slots >= 0
+        known = (slots >= 0).nonzero()[:, 0]
         ids, slots = ids[known], slots[known]
         self.make_room(ids.numel())
         self._put(ids, slots)

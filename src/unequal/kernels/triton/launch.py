@@ -24,6 +24,11 @@ def aligned(*tensors: Tensor | None) -> bool:
     return all(part is None or part.data_ptr() % 16 == 0 for part in tensors)
 
 
+def alignments(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """The same of each."""
+    return tuple(aligned(part) for part in tensors)
+
+
 def launch(
     compiled: dict[Hashable, Any],
     key: Hashable,

@@ -2,7 +2,9 @@
 """Moving rows from one width to another."""
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from ..request import Records, TableRows
 from .initialize import fresh, nearest
-from .launch import ceil_div
+from .launch import alignments, ceil_div, launch
 from .layout import DTYPES, classes_of
 from .optimizers import state_width
 from .random import row_key, signed
@@ -19,28 +21,33 @@ from .records import CLASS_FIELDS, LIVE, STATE, UTILITY, WIDTH, WORDS, live_colu
 from .rows import rows_in_tile
 
 TILE = 512
+_COMPILED: dict[Hashable, Any] = {}
+"""see launch.py"""
 COPIED = 128
 """words that `place` moves at a time"""
 
 
 @triton.jit
 def _move_state(
-    source, to, had, rows, at_old, lived, at_new, lives, SIZE: tl.constexpr
+    source, to, had, rows, at_old, lived, all_old, at_new, lives, SIZE: tl.constexpr, INHERIT: tl.constexpr
 ):  # fmt: skip
-    """Of one state of the optimizer: what a row's chunks had, or 0."""
+    """Of one state of the optimizer: what a row's chunks had; others 0 or, where they INHERIT, the largest of all it had."""
     if SIZE == 1:
         state = tl.load(source, mask=had, other=0.0)
         tl.store(to, state, mask=rows)
     elif SIZE == 2:
         state = tl.load(source[:, None] + at_old, mask=lived, other=0.0)
+        if INHERIT:
+            held = tl.load(source[:, None] + at_old, mask=all_old, other=0.0)
+            state = tl.where(lived, state, tl.max(held, 1)[:, None])
         tl.store(to[:, None] + at_new, state, mask=lives)
 
 
 @triton.jit(do_not_specialize=["count", "class_bits", "slab_log2", "key"])
 def _rebuild(
-    classes, addresses, ids, old, slots, masks, utilities, starts, made, count, class_bits, slab_log2, key, std_width,
+    classes, addresses, ids, old, slots, masks, starts, made, count, class_bits, slab_log2, key, std_width,
     DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr, OPTIMIZER: tl.constexpr,
-    MASKED: tl.constexpr, EACH: tl.constexpr, GIVEN: tl.constexpr,
+    MASKED: tl.constexpr, EACH: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
     ROWS: tl.constexpr = rows_in_tile(DIM, TILE)
@@ -63,7 +70,8 @@ def _rebuild(
     at_old, lived = live_columns(mask_old, tl.load(from_field + WIDTH), columns, CHUNK, MASKED)
     at_new, lives = live_columns(mask_new, tl.load(field + WIDTH), columns, CHUNK, MASKED)
     lives = lives & here[:, None] & (columns < DIM)[None, :]
-    lived = lived & lives & had[:, None]
+    all_old = lived & had[:, None] & (columns < DIM)[None, :]
+    lived = all_old & lives
     drawn = fresh(row_key(key, tl.load(ids + i, mask=here, other=0))[:, None], columns[None, :], std_width)
     held = tl.load(record.to(tl.pointer_type(DTYPE))[:, None] + at_old, mask=lived, other=0.0)
     values = tl.where(lived, held, nearest(drawn, DTYPE))
@@ -71,14 +79,13 @@ def _rebuild(
     for which in tl.static_range(2):
         source = words_of(record) + tl.load(from_field + STATE + which)
         goal = to + tl.load(field + STATE + which)
-        _move_state(source, goal, had, here, at_old, lived, at_new, lives, state_width(which, OPTIMIZER))
+        _move_state(
+            source, goal, had, here, at_old, lived, all_old, at_new, lives, state_width(which, OPTIMIZER), SQUARES == which
+        )  # fmt: skip
     source = words_of(record) + tl.load(from_field + UTILITY)
     goal = to + tl.load(field + UTILITY)
     for each in range(EACH):
-        utility = tl.load(source + each, mask=known, other=0.0)
-        if GIVEN:
-            utility = tl.where(known, utility, tl.load(utilities + i * EACH + each, mask=here, other=0.0))
-        tl.store(goal + each, utility, mask=here)
+        tl.store(goal + each, tl.load(source + each, mask=known, other=0.0), mask=here)
     if MASKED:
         words = (to + tl.load(field + LIVE)).to(tl.pointer_type(tl.uint32))
         tl.store(words, mask_new.to(tl.uint32), mask=here)
@@ -150,10 +157,11 @@ def _records(rows: TableRows) -> Records:
 
 
 def rebuild(
-    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, utilities: Tensor | None, std: float
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
-    where it is new: then `utilities` are its own, or 0. Chunks that a row had are kept, others are fresh."""
+    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as the
+    largest of the row's others, not with nothing."""
     records, device = _records(rows), ids.device
     sizes = _on_device(tuple(records.layout[:, 5].tolist()), device)
     words = sizes[slots & ((1 << records.class_bits) - 1)]
@@ -161,25 +169,30 @@ def rebuild(
     made = torch.zeros(int(words.sum()), device=device)
     classes, addresses = _describe(rows, device)
     count, tile = ids.numel(), int(rows_in_tile(records.dim, TILE))
-    parts = [None if part is None else part.contiguous() for part in (ids, old, slots, masks, utilities)]
-    if count:
-        _rebuild[ceil_div(count, tile),](
-            classes, addresses, *parts, starts, made, count, records.class_bits, records.slab_log2, signed(rows.key),
-            2 * math.sqrt(3) * std, DIM=records.dim, TILE=TILE, CHUNK=records.chunk, DTYPE=DTYPES[records.dtype],
-            OPTIMIZER=rows.optimizer.code, MASKED=records.masked, EACH=records.utilities, GIVEN=utilities is not None,
-        )  # fmt: skip
+    parts = [None if part is None else part.contiguous() for part in (ids, old, slots, masks)]
+    seed = signed(rows.key)
+    constants = (
+        records.dim, TILE, records.chunk, DTYPES[records.dtype], rows.optimizer.code, records.masked, records.utilities,
+        rows.optimizer.squares if inherit else -1,
+    )  # fmt: skip
+    launch(
+        _COMPILED, (device, *constants, -(2**31) <= seed < 2**31, alignments(classes, addresses, *parts, starts, made)),
+        _rebuild, ceil_div(count, tile),
+        (classes, addresses, *parts, starts, made, count, records.class_bits, records.slab_log2, seed,
+         2 * math.sqrt(3) * std),
+        constants, warps=4,
+    )  # fmt: skip
     return made, starts
 
 
 def place(rows: TableRows, slots: Tensor, made: Tensor, starts: Tensor) -> None:
     """Puts such records to their slots."""
-    records, count = _records(rows), slots.numel()
-    tile = 8
-    if count:
-        _place[ceil_div(count, tile),](
-            *_describe(rows, slots.device), slots.contiguous(), made, starts, count, records.class_bits, records.slab_log2,
-            ROWS=tile, COPIED=COPIED,
-        )  # fmt: skip
+    records, count, tile = _records(rows), slots.numel(), 8
+    tensors = (*_describe(rows, slots.device), slots.contiguous(), made, starts)
+    launch(
+        _COMPILED, (slots.device, alignments(*tensors)), _place, ceil_div(count, tile),
+        (*tensors, count, records.class_bits, records.slab_log2), (tile, COPIED), warps=4,
+    )  # fmt: skip
 
 
 def worth(rows: TableRows, slots: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -187,11 +200,11 @@ def worth(rows: TableRows, slots: Tensor) -> tuple[Tensor, Tensor | None]:
     records, count, tile = _records(rows), slots.numel(), 256
     utilities = torch.empty(count, records.utilities, device=slots.device)
     masks = torch.empty_like(slots) if records.masked else None
-    if count:
-        _worth[ceil_div(count, tile),](
-            *_describe(rows, slots.device), slots.contiguous(), utilities, masks, count, records.class_bits, records.slab_log2,
-            EACH=records.utilities, MASKED=records.masked, ROWS=tile,
-        )  # fmt: skip
+    tensors = (*_describe(rows, slots.device), slots.contiguous(), utilities, masks)
+    launch(
+        _COMPILED, (slots.device, records.utilities, masks is None, alignments(*tensors)), _worth, ceil_div(count, tile),
+        (*tensors, count, records.class_bits, records.slab_log2), (records.utilities, records.masked, tile), warps=4,
+    )  # fmt: skip
     return utilities, masks
 
 
