@@ -283,11 +283,6 @@ class NarrowStorage(FollowingStorage):
         slabs = [slab[:, words] for slab in self.records.slabs[k]]
         return torch.cat(slabs)[: self.counts[k]]
 
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether there is nothing to do in a round that changes no row: none has come since the last one."""
-        return self.counts == self._laid_out
-
     @_as_memory_error
     def class_counts(self, chunks: Tensor) -> Tensor:
         """How many rows have none, one, two … of so many chunks."""
@@ -326,15 +321,29 @@ class NarrowStorage(FollowingStorage):
         dropped = census.ids[unwanted], census.utilities[unwanted] * records.gain
 
         def put() -> None:
-            for k, (kept, new) in enumerate(slabs, 1):
-                self._replace(k, kept, new)
-            self._changed()
+            self._put(slabs, directory, held)
             self.kernels.place(self.rows, placed, made, starts)
-            self.counts, self._laid_out, self.directory = held, list(held), directory
             self._follow_instead(dropped)
-            self.generation += 1
 
         return put
+
+    @_as_memory_error
+    def prepare_unchanged(self) -> Callable[[], None]:
+        """As `prepare`, where no row changes: what those that came since the last round have to spare is given back."""
+        if self.counts == self._laid_out:
+            return lambda: None
+        directory = self._directory(self.live)
+        directory.insert(*self.directory.entries())
+        slabs = [self._enlarged(k, count) for k, count in enumerate(self.counts) if k]
+        return lambda: self._put(slabs, directory, self.counts)
+
+    def _put(self, slabs: list[tuple[int, list[Tensor]]], directory: Any, counts: list[int]) -> None:
+        """Puts slabs (of every class from the first on, see _enlarged) and a directory in place; rows follow."""
+        for k, (kept, new) in enumerate(slabs, 1):
+            self._replace(k, kept, new)
+        self._changed()
+        self.counts, self._laid_out, self.directory = counts, list(counts), directory
+        self.generation += 1
 
     def _check_room(self, counts: list[int]) -> None:
         """Of slots of every class."""

@@ -135,21 +135,16 @@ class Part:
 
     # What is counted stays where the rows are: a GPU is waited for once for all tables.
 
-    def moved(self) -> Tensor:
-        """Values that go or come."""
-        return (self._counts - self.old).abs().sum() * self.records.chunk
+    def change(self) -> Tensor:
+        """Values by which rows shrink, and by which they grow."""
+        change = self._counts - self.old
+        return torch.stack([-change.clamp(max=0).sum(), change.clamp(min=0).sum()]) * self.records.chunk
 
-    def new_values(self) -> Tensor:
-        return self._counts.sum() * self.records.chunk
-
-    def went_and_came(self) -> Tensor:
-        """Values."""
-        if self.new.dtype == torch.bool:
-            went, came = (self.held & ~self.new).sum(), (self.new & ~self.held).sum()
-        else:
-            change = self.new - self.old
-            went, came = -change.clamp(max=0).sum(), change.clamp(min=0).sum()
-        return torch.stack([went, came]) * self.records.chunk
+    def exchanged(self) -> Tensor:
+        """Values that go, and that come: a row may have others instead, where any may live."""
+        if self.new.dtype != torch.bool:
+            return self.change()
+        return torch.stack([(self.held & ~self.new).sum(), (self.new & ~self.held).sum()]) * self.records.chunk
 
     def class_counts(self) -> Tensor:
         return self.storage.class_counts(self._counts)
@@ -184,8 +179,8 @@ class Part:
         masks = self._masks() if self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
-        if not changes and self.storage.is_laid_out:
-            return lambda: None
+        if not changes:
+            return self.storage.prepare_unchanged()
         put = self.storage.prepare(census, counts, masks, rows)
         _tidy(len(census.ids))
         return put

@@ -369,23 +369,24 @@ class Rounds:
         threshold = self._threshold(parts, budget)
         for part in parts:
             part.choose(threshold, self.width.hysteresis)
-        moved = self._sum(part.moved() for part in parts)
-        if moved > self.width.most * budget:
-            allowed = self.width.most * budget / moved
+        held = self.total(float(sum(part.storage.values for part in parts)))
+        shrinks, grows = self._sums((part.change() for part in parts), 2)
+        if shrinks + grows > self.width.most * budget:
+            allowed = self.width.most * budget / (shrinks + grows)
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
-            held = self.total(float(sum(part.storage.values for part in parts)))
             for part in parts:
                 if held > budget:
                     part.grow_less(part.draw(step), allowed)
                 else:
                     part.hold_back(part.draw(step), allowed)
-        over = self._sum(part.new_values() for part in parts) - budget
+            shrinks, grows = self._sums((part.change() for part in parts), 2)
+        over = held + grows - shrinks - budget
         if over > 0:
             self._cut_growth(parts, over, step)
         changes: list[list[int]] = []
 
         def prepared() -> list[Callable[[], None]]:
-            changes.extend(self._listed(part.went_and_came() for part in parts))
+            changes.extend(self._listed(part.exchanged() for part in parts))
             rows = self._listed(part.class_counts() for part in parts)
             return [part.prepare(any(change), own) for part, change, own in zip(parts, changes, rows)]
 
@@ -395,9 +396,9 @@ class Rounds:
             puts.pop(0)()  # what it holds goes with it
         return sum(went for went, _ in changes), sum(came for _, came in changes)
 
-    def _sum(self, numbers: Iterable[Tensor]) -> float:
-        """Of numbers of all tables on all ranks."""
-        return self.total(float(sum(number for (number,) in self._listed(number[None] for number in numbers))))
+    def _sums(self, numbers: Iterable[Tensor], count: int) -> list[float]:
+        """Of so many numbers of all tables on all ranks; some may have no table."""
+        return [self.total(float(sum(part))) for part in zip(*self._listed(numbers), [0] * count)]
 
     @staticmethod
     def _listed(numbers: Iterable[Tensor]) -> list[list[int]]:
@@ -411,7 +412,7 @@ class Rounds:
         draws = [part.draw(step) for part in parts]
 
         def growth(share: float) -> float:
-            return self._sum(part.growth(drawn, share) for part, drawn in zip(parts, draws))
+            return self._sums((part.growth(drawn, share)[None] for part, drawn in zip(parts, draws)), 1)[0]
 
         grown = growth(1.0)
         low, high = 0.0, 1.0

@@ -113,6 +113,8 @@ class Layout:
     """float32 [slabs, 12]: the optimizer's numbers, see optimizers.py. Where rows differ in width: of tables"""
     classes: Tensor | None = None
     """where rows differ in width: int64 [classes, 10], see records.py"""
+    first_classes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """there: of each table, by its identity, the first of its classes and how many there are"""
     gains: Tensor | None = None
     """there: float32 [tables], what each one's gain is to that of the first; they grow alike until they start afresh"""
     compiled: dict[Any, Any] = field(default_factory=dict)
@@ -251,6 +253,7 @@ def _make(request: Request) -> Layout:
         slab_records=on_device(slab_records, torch.int64),
         slab_numbers=on_device([numbers[record[0]] for record in slab_records], torch.float32),
         classes=on_device(classes, torch.int64) if narrow else None,
+        first_classes=_numbered(tables, first_class) if narrow else {},
         gains=on_device(_gains(tables), torch.float32) if narrow else None,
     )
 
@@ -278,6 +281,10 @@ def _borders(all_records: Sequence[Records | None]) -> tuple[int, int]:
         bytes_ = math.gcd(bytes_, *(4 * words for words in records.layout[1:, 5].tolist()))
         values = math.gcd(values, records.chunk)
     return bytes_, values
+
+
+def _numbered(tables: Sequence[TableRows], first: Sequence[int]) -> dict[int, tuple[int, int]]:
+    return {id(rows): (k, len(rows.records.slabs)) for rows, k in zip(tables, first) if rows.records is not None}
 
 
 def _gains(tables: Sequence[TableRows]) -> list[float]:

@@ -32,8 +32,8 @@ from .records import CLASS_FIELDS, DIM_OF, GROUP, LIVE, STATE, UTILITY, WIDTH, l
 from .rows import FIELDS, SLAB_FIELDS, rows_in_tile
 
 DIRECTORY_FIELDS: tl.constexpr = tl.constexpr(13)
-IDS, WARPS = 512, 4
-"""ids of a program of locate_ids, and its warps"""
+IDS = 64
+"""ids of a program of locate_ids, a warp: all of them wait for the one that is searched for longest"""
 TILE = 512
 FIND, FOLLOW, CHOOSE, ENTER = 0, 1, 2, 3
 """what a launch does: find rows (and candidates at once, where nothing comes between), candidates, places of newcomers, and
@@ -165,7 +165,7 @@ def locate_all(
     for phase in phases:
         constants = (len(layout.places), IDS, WAYS, phase, at_once, owners is not None, noted, counted)
         key = (phase, at_once, owners is None, wrong is None, noted, counted, whole)
-        launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=WARPS)
+        launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=1)
 
 
 @triton.jit(do_not_specialize=["count"])

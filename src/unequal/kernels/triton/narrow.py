@@ -14,7 +14,7 @@ from torch import Tensor
 from ..request import Records, TableRows
 from .initialize import fresh, nearest
 from .launch import alignments, ceil_div, launch
-from .layout import DTYPES, classes_of
+from .layout import DTYPES, Layout, classes_of
 from .optimizers import state_width
 from .random import row_key, signed
 from .records import CLASS_FIELDS, LIVE, STATE, UTILITY, WIDTH, WORDS, live_columns, mask_at, record_of, words_of
@@ -145,7 +145,11 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _describe(rows: TableRows, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The classes of one table and the addresses of its slabs."""
+    """The classes of one table and the addresses of its slabs; of all tables, where a step has made them."""
+    known = rows.cached
+    if isinstance(known, Layout) and known.classes is not None and known.device == device:
+        first, count = known.first_classes[id(rows)]
+        return known.classes[first : first + count], known.slabs[0]
     _, fields, addresses = classes_of([rows], [0])
     flat = tuple(number for field in fields for number in field)
     return _on_device(flat, device), _on_device(tuple(addresses), device)
