@@ -7,6 +7,9 @@ done in pieces and elsewhere: each training appends a line to a file, and what h
     python -m benchmarks.width_quality --prepare FOLDER     real data as arrays (generated data is made where it is used)
     python -m benchmarks.width_quality --lines FILE --data FOLDER --workers 16 --seconds 500
     python -m benchmarks.width_quality --lines FILE --summarise     results/width.json, tables and the picture in docs
+
+With --extend what results/width.json has counts as done: its cells keep their settings, and get the seeds that they lack; cells
+of which seed 0 is in FILE are made of FILE alone.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from .report import ROOT, BenchmarkError, merge, stamp
 from .width_data import STUDIES, Study, generated, prepared
-from .width_summary import best_of, summarised, table
+from .width_summary import best_of, recalled, summarised, table
 from .width_training import KEPT, METHODS, Job, Setting, train
 
 if TYPE_CHECKING:
@@ -84,17 +87,21 @@ class Grid:
         ]
 
     def pending(self, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
-        """Tuning first; the seeds of a cell when its tuning is done."""
+        """Tuning first; the seeds of a cell when its tuning is done, or its setting is known from results."""
         done = {Job.of(line).key(): line for line in lines}
+        known = {cell_of(line): Job.of(line).setting for line in lines if "tried" in line}
         tuning: dict[str, Job] = {}
         rest = []
         for data, method, keep in self.cells():
             jobs = self.tuning(data, method, keep)
-            missing = {job.key(): job for job in jobs if job.key() not in done}
+            best = known.get((data, method, keep))
+            missing = {job.key(): job for job in jobs if job.key() not in done and best is None}
             if missing:
                 tuning |= missing
                 continue
-            best = best_of({s: [done[job.key()] for job in jobs if job.setting == s] for s in self.settings_of(method)})
+            if best is None:
+                tried = {s: [done[job.key()] for job in jobs if job.setting == s] for s in self.settings_of(method)}
+                best = best_of(tried)
             seeds = [Job(data=data, method=method, keep=keep, setting=best, seed=seed) for seed in range(self.seeds)]
             rest += [job for job in seeds if job.key() not in done]
         return [*tuning.values(), *sorted(rest, key=lambda job: job.seed)]
@@ -105,6 +112,18 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     whole = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     stamps = [line["stamp"] for line in whole if "stamp" in line]
     return [line for line in whole if "job" in line], stamps[-1] if stamps else None
+
+
+def cell_of(line: Mapping[str, Any]) -> tuple[str, str, float]:
+    job = line["job"]
+    return job["data"], job["method"], job["keep"]
+
+
+def extended(lines: Sequence[dict[str, Any]], results: Path) -> list[dict[str, Any]]:
+    """With the trainings of the results, but for cells that were trained from the start."""
+    anew = {cell_of(line) for line in lines if line["job"]["seed"] == 0}
+    before = recalled(json.loads(results.read_text())["width_quality"]["results"])
+    return [*(line for line in before if cell_of(line) not in anew), *lines]
 
 
 @cache
@@ -119,8 +138,22 @@ def _train(job: Job, folder: Path) -> dict[str, Any]:
     return train(_study(job.data, folder), job)
 
 
-def go_on(grid: Grid, data: Path, lines: Path, workers: int, seconds: float = float("inf"), quick: bool = False) -> int:
-    """Trains what has no line yet, each on a core; starts none after so many seconds. Gives how many are left."""
+def go_on(
+    grid: Grid,
+    data: Path,
+    lines: Path,
+    workers: int,
+    seconds: float = float("inf"),
+    quick: bool = False,
+    results: Path | None = None,
+) -> int:
+    """Trains what has no line yet, each on a core; starts none after so many seconds. Gives how many are left. `results`: whose
+    cells count as done."""
+
+    def pending() -> list[Job]:
+        trained = read(lines)[0]
+        return grid.pending(trained if results is None else extended(trained, results))
+
     end = time.monotonic() + seconds
     for name in grid.data:
         prepared(name, data)
@@ -128,7 +161,7 @@ def go_on(grid: Grid, data: Path, lines: Path, workers: int, seconds: float = fl
     # Not forked: a process that has computed with several threads must not be.
     with lines.open("a") as file, ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         file.write(json.dumps({"stamp": stamp(quick)}) + "\n")
-        while (jobs := grid.pending(read(lines)[0])) and time.monotonic() < end:
+        while (jobs := pending()) and time.monotonic() < end:
             running: set[Future[dict[str, Any]]] = set()
             while running or (jobs and time.monotonic() < end):
                 while jobs and len(running) < workers and time.monotonic() < end:
@@ -137,7 +170,7 @@ def go_on(grid: Grid, data: Path, lines: Path, workers: int, seconds: float = fl
                 for one in done:
                     file.write(json.dumps(one.result()) + "\n")
                     file.flush()
-    return len(grid.pending(read(lines)[0]))
+    return len(pending())
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -172,6 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--summarise", action="store_true", help="no training: results, tables and picture from the lines"
     )
+    parser.add_argument("--extend", action="store_true", help="what the results have counts as done")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     chosen = parser.parse_args()
@@ -182,14 +216,15 @@ def main() -> None:
     elif chosen.lines is None:
         parser.error("one of --prepare and --lines is needed")
     elif chosen.summarise:
-        summarise(chosen.lines, chosen.output, chosen.picture)
+        summarise(chosen.lines, chosen.output, chosen.picture, chosen.extend)
     else:
         grid = Grid(data=chosen.only, methods=chosen.methods, kept=chosen.kept, seeds=chosen.seeds)
-        left = go_on(grid, chosen.data, chosen.lines, chosen.workers, chosen.seconds)
+        results = chosen.output if chosen.extend else None
+        left = go_on(grid, chosen.data, chosen.lines, chosen.workers, chosen.seconds, results=results)
         print(f"{left} trainings are left")
 
 
-def summarise(lines: Path, output: Path, picture: Path) -> None:
+def summarise(lines: Path, output: Path, picture: Path, extend: bool) -> None:
     from rich.console import Console
 
     from .__main__ import NAMES
@@ -200,7 +235,7 @@ def summarise(lines: Path, output: Path, picture: Path) -> None:
         raise BenchmarkError(f"{lines} holds no training")
     if origin["commit"] == "not a git checkout":  # trained on a copy of this tree
         origin |= {name: stamp(False)[name] for name in ("commit", "dirty")}
-    result = summarised(trained)
+    result = summarised(extended(trained, output) if extend else trained)
     merge(output, {"width_quality": origin | {"results": result}}, NAMES)
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(plot(result))

@@ -46,11 +46,12 @@ def of_data(lines: Lines) -> dict[str, Any]:
     for method, keep in sorted({key[:2] for key in groups}, key=lambda key: (METHODS.index(key[0]), -key[1])):
         settings = {s: part for (m, k, s), part in groups.items() if (m, k) == (method, keep)}
         best = best_of(settings)
-        cells[method][f"{keep:g}"] = described(best, settings[best], len(settings))
+        tried = max(len(settings), *(int(line.get("tried", 1)) for line in settings[best]))
+        cells[method][f"{keep:g}"] = described(best, settings[best], tried)
     rows = int(lines[0]["of_rows"])
     full_bytes = rows * (DIM + 1) * 4
     found: dict[str, Any] = {"rows": rows, "full_bytes": full_bytes, "methods": dict(cells)}
-    found["equal_bytes"] = equal_bytes(groups, full_bytes)
+    found["equal_bytes"] = equal_bytes(cells, full_bytes)
     found["verdicts"] = verdicts(str(lines[0]["job"]["data"]), cells)
     return found
 
@@ -77,6 +78,8 @@ def described(setting: Setting, lines: Lines, tried: int) -> dict[str, Any]:
         "deviation": round(statistics.stdev(scores), 5) if len(scores) > 1 else None,
         "scores": scores,
         "validation": round(statistics.fmean(line["validation"] for line in lines), 5),
+        "validations": [line["validation"] for line in lines],
+        "seeds": [line["job"]["seed"] for line in lines],
         "setting": asdict(setting),
         "settings_tried": tried,
         "epochs": [line["epoch"] for line in lines],
@@ -89,17 +92,29 @@ def described(setting: Setting, lines: Lines, tried: int) -> dict[str, Any]:
     }
 
 
-def equal_bytes(groups: Mapping[tuple[str, float, Setting], Lines], full: int) -> dict[str, Any]:
-    """For shares of what the full model with row-wise AdaGrad takes: of all trainings of a method that fit, whatever they keep,
-    those that are best on validation data."""
+def recalled(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trainings that a summary was made of, as far as it says: those with the settings that were chosen."""
+    lines = []
+    for data, part in result["data"].items():
+        for method, cells in part["methods"].items():
+            for keep, cell in cells.items():
+                same = {"kept": cell["kept"], "rows": cell["rows"], "of_rows": part["rows"], "bytes": cell["parts"]}
+                seeds = cell.get("seeds", range(len(cell["scores"])))
+                validations = cell.get("validations", [cell["validation"]] * len(cell["scores"]))
+                for seed, auc, epoch, validation in zip(seeds, cell["scores"], cell["epochs"], validations):
+                    job = Job(data=data, method=method, keep=float(keep), setting=Setting(**cell["setting"]), seed=seed)
+                    own = {"auc": auc, "epoch": epoch, "validation": validation, "seconds": cell["seconds"]}
+                    lines.append({"job": asdict(job), **same, **own, "tried": cell["settings_tried"]})
+    return lines
+
+
+def equal_bytes(cells: Mapping[str, Mapping[str, Any]], full: int) -> dict[str, Any]:
+    """For shares of what the full model with row-wise AdaGrad takes: of all cells of a method that fit, whatever they keep, the
+    one that is best on validation data."""
     found: dict[str, Any] = {}
     for share in KEPT:
-        for method in sorted({method for method, _, _ in groups}, key=METHODS.index):
-            fitting = [
-                described(setting, lines, 1) | {"keep": keep}
-                for (m, keep, setting), lines in groups.items()
-                if m == method and statistics.fmean(sum(line["bytes"].values()) for line in lines) <= share * full
-            ]
+        for method, own in cells.items():
+            fitting = [cell | {"keep": float(keep)} for keep, cell in own.items() if cell["bytes"] <= share * full]
             if fitting:
                 best = max(fitting, key=lambda cell: float(cell["validation"]))
                 found.setdefault(method, {})[f"{share:g}"] = {

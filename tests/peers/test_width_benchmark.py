@@ -111,6 +111,25 @@ def test_the_setting_is_chosen_on_validation_data_and_verdicts_follow() -> None:
     assert "0.25" not in found["equal_bytes"]["hash"]
 
 
+def test_results_can_be_extended(tmp_path: Path) -> None:
+    """They hold the trainings that they are made of, so that more seeds can be added, or a cell be made anew."""
+    lines = [line("full", 1.0, seed, 0.95) for seed in range(3)]
+    lines += [line("water-filling", keep, seed, 0.94 + 0.001 * seed) for keep in (0.25, 0.02) for seed in range(2)]
+    lines += [line("water-filling", 0.25, seed, 0.93, lr=0.2) for seed in range(2)]
+    before = width_summary.summarised(lines)
+    assert width_summary.summarised(width_summary.recalled(before)) == before
+    results = tmp_path / "width.json"
+    results.write_text(json.dumps({"width_quality": {"results": before}}))
+    more = [line("water-filling", 0.25, 2, 0.95), *(line("water-filling", 0.02, s, 0.9, lr=0.2) for s in range(2))]
+    both = width_quality.extended(more, results)
+    cells = width_summary.summarised(both)["data"]["frappe"]["methods"]["water-filling"]
+    assert cells["0.25"]["seeds"] == [0, 1, 2] and cells["0.25"]["settings_tried"] == 2
+    assert cells["0.02"]["setting"]["lr"] == 0.2 and cells["0.02"]["validations"] == [0.9, 0.9]
+    grid = width_quality.Grid(data=("frappe",), methods=("full", "water-filling"), kept=(0.25,), seeds=4)
+    pending = [(job.method, job.seed, job.setting.lr) for job in grid.pending(both)]
+    assert sorted(pending) == [("full", 3, 0.1), ("water-filling", 3, 0.1)]
+
+
 def test_the_picture_shows_every_method() -> None:
     lines = [line(method, keep, 0, 0.9) for method in METHODS if "full" not in method for keep in KEPT]
     picture = ElementTree.fromstring(plot(width_summary.summarised([*lines, line("full", 1.0, 0, 0.91)])))
