@@ -173,7 +173,7 @@ class Tables(RuleBasedStateMachine):
                     before.utility,
                 )
                 if self.state == "row":
-                    row.sums[fresh] = before.sums.max()
+                    row.sums[fresh] = 0.2 * before.sums.max()
             row.values = torch.where(fresh, now.values, row.values)
             self.known[id_] = row
 

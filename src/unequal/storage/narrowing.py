@@ -46,8 +46,8 @@ class Narrowing:
     """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
-    inherit: bool = False
-    """whether squares of gradients of regained values begin as the largest of the row's others, not with nothing"""
+    inherit: float = 0.0
+    """squares of gradients of regained values begin as such a share of the largest of the row's others"""
     purse: Purse = field(default_factory=Purse)
     tally: Tally = field(default_factory=Tally)
 

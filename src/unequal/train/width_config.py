@@ -49,8 +49,8 @@ class WidthConfig:
     ramp: int = _default("ramp")
     """Steps in which they do."""
     state: str | None = None
-    """What the optimizer knows of chunks that a row gets beside those it has: nothing ("fresh"), or what it knows of the others
-    ("row"). Left out: "row" with water-filling, otherwise "fresh"."""
+    """What the optimizer knows of chunks that a row gets beside those it has: nothing ("fresh"), or some of what it knows of the
+    others ("row"). Left out: "row" with water-filling, otherwise "fresh"."""
     gradients: str = _default("gradients")
     """Several ranks: gradients travel to the owners of narrow rows as narrow as these, with one number for the rest ("norms"), or
     "whole"."""

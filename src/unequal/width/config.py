@@ -12,6 +12,8 @@ from .policy import POLICIES, policy_of
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 THRESHOLDS = ("one", "table", "column")
+INHERITED = 0.2
+"""share of the largest sum of squares of a row's values with which new ones begin: they have seen less, not nothing"""
 MOST_CHUNKS = 32
 """of a vector, unless it is asked for more: beyond that classes are too many for too few rows each"""
 
@@ -74,8 +76,9 @@ class Width:
     """steps in which they do"""
     state: str | None = None
     """what the optimizer knows of chunks that a row gets beside those it has. "fresh": nothing, so that they learn as fast as new
-    rows do. "row": squares of gradients (AdaGrad, Adam) begin as the largest of the row's others, so that they learn as slowly
-    as these; what one number of the row says stays anyway. Without it as the policy does: "row" with water-filling"""
+    rows do, and in their first step move by the whole learning rate. "row": squares of gradients (AdaGrad, Adam) begin as a fifth
+    of the largest of the row's others; what one number of the row says stays anyway. Without it as the policy does: "row" with
+    water-filling"""
     gradients: str = "norms"
     """what owners on other ranks are told of the gradients of chunks that a row lacks. "norms": their norm alone, so that
     messages are as narrow as the rows, and a row that several ranks read is worth up to the sum of what it is to each. "whole":
@@ -126,9 +129,10 @@ class Width:
         return found
 
     @property
-    def inherits(self) -> bool:
-        """Whether new chunks of a row begin with what the optimizer knows of its others."""
-        return policy_of(self.policy).inherits if self.state is None else self.state == "row"
+    def inherit(self) -> float:
+        """With how much of what the optimizer knows of a row its new chunks begin."""
+        inherits = policy_of(self.policy).inherits if self.state is None else self.state == "row"
+        return INHERITED if inherits else 0.0
 
     @property
     def common(self) -> Budget:

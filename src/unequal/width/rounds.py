@@ -229,7 +229,7 @@ class Rounds:
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
             rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
-            purse=group.purse, inherit=self.width.inherits,
+            purse=group.purse, inherit=self.width.inherit,
         )  # fmt: skip
 
     def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:

@@ -209,7 +209,7 @@ def follow(
 
 
 def rebuild(
-    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: bool = False
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     assert rows.records is not None
     words = torch.from_numpy(rows.records.layout[:, 5])[slots & ((1 << rows.records.class_bits) - 1)]
@@ -220,7 +220,7 @@ def rebuild(
         pointer(describe_table(rows)),
         *(pointer(part) for part in parts),
         None if masks is None else pointer(masks),
-        int(inherit),
+        ctypes.c_float(inherit),
         ctypes.c_int64(ids.numel()),
         ctypes.c_float(2 * math.sqrt(3) * std),
         pointer(made),

@@ -167,11 +167,11 @@ def lay_out(slots: Tensor, chunks: Tensor, counts: Tensor, class_bits: int) -> T
 
 
 def rebuild(
-    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: bool = False
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
-    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as the
-    largest of the row's others, not with nothing."""
+    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
+    a share of the largest of the row's others."""
     records = rows.records
     assert records is not None
     words = torch.from_numpy(records.layout[:, 5])[chunks_of(records, slots)]
@@ -195,7 +195,7 @@ def rebuild(
                 state[which, 0] = had[:, begin]
             else:
                 if inherit and number == rows.optimizer.squares:
-                    state[which] = had[:, begin : begin + at.shape[1]].amax(1, keepdim=True)
+                    state[which] = inherit * had[:, begin : begin + at.shape[1]].amax(1, keepdim=True)
                 state[which] = state[which].scatter(1, at, had[:, begin : begin + at.shape[1]])
     for k, which, _ in by_class(records, slots):
         new = torch.zeros(which.numel(), int(records.layout[k, 5]))

@@ -29,9 +29,9 @@ COPIED = 128
 
 @triton.jit
 def _move_state(
-    source, to, had, rows, at_old, lived, all_old, at_new, lives, SIZE: tl.constexpr, INHERIT: tl.constexpr
+    source, to, had, rows, at_old, lived, all_old, at_new, lives, inherit, SIZE: tl.constexpr, INHERIT: tl.constexpr
 ):  # fmt: skip
-    """Of one state of the optimizer: what a row's chunks had; others 0 or, where they INHERIT, the largest of all it had."""
+    """Of one state of the optimizer: what a row's chunks had; others 0 or, where they INHERIT, such a share of the largest."""
     if SIZE == 1:
         state = tl.load(source, mask=had, other=0.0)
         tl.store(to, state, mask=rows)
@@ -39,13 +39,13 @@ def _move_state(
         state = tl.load(source[:, None] + at_old, mask=lived, other=0.0)
         if INHERIT:
             held = tl.load(source[:, None] + at_old, mask=all_old, other=0.0)
-            state = tl.where(lived, state, tl.max(held, 1)[:, None])
+            state = tl.where(lived, state, inherit * tl.max(held, 1)[:, None])
         tl.store(to[:, None] + at_new, state, mask=lives)
 
 
-@triton.jit(do_not_specialize=["count", "class_bits", "slab_log2", "key"])
+@triton.jit(do_not_specialize=["count", "class_bits", "slab_log2", "key", "std_width", "inherit"])
 def _rebuild(
-    classes, addresses, ids, old, slots, masks, starts, made, count, class_bits, slab_log2, key, std_width,
+    classes, addresses, ids, old, slots, masks, starts, made, count, class_bits, slab_log2, key, std_width, inherit,
     DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr, OPTIMIZER: tl.constexpr,
     MASKED: tl.constexpr, EACH: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,8 @@ def _rebuild(
         source = words_of(record) + tl.load(from_field + STATE + which)
         goal = to + tl.load(field + STATE + which)
         _move_state(
-            source, goal, had, here, at_old, lived, all_old, at_new, lives, state_width(which, OPTIMIZER), SQUARES == which
+            source, goal, had, here, at_old, lived, all_old, at_new, lives, inherit,
+            state_width(which, OPTIMIZER), SQUARES == which,
         )  # fmt: skip
     source = words_of(record) + tl.load(from_field + UTILITY)
     goal = to + tl.load(field + UTILITY)
@@ -161,11 +162,11 @@ def _records(rows: TableRows) -> Records:
 
 
 def rebuild(
-    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: bool = False
+    rows: TableRows, ids: Tensor, old: Tensor, slots: Tensor, masks: Tensor | None, std: float, inherit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
-    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as the
-    largest of the row's others, not with nothing."""
+    where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
+    a share of the largest of the row's others."""
     records, device = _records(rows), ids.device
     sizes = _on_device(tuple(records.layout[:, 5].tolist()), device)
     words = sizes[slots & ((1 << records.class_bits) - 1)]
@@ -177,13 +178,13 @@ def rebuild(
     seed = signed(rows.key)
     constants = (
         records.dim, TILE, records.chunk, DTYPES[records.dtype], rows.optimizer.code, records.masked, records.utilities,
-        rows.optimizer.squares if inherit else -1,
+        rows.optimizer.squares if inherit > 0 else -1,
     )  # fmt: skip
     launch(
         _COMPILED, (device, *constants, -(2**31) <= seed < 2**31, alignments(classes, addresses, *parts, starts, made)),
         _rebuild, ceil_div(count, tile),
         (classes, addresses, *parts, starts, made, count, records.class_bits, records.slab_log2, seed,
-         2 * math.sqrt(3) * std),
+         2 * math.sqrt(3) * std, float(inherit)),
         constants, warps=4,
     )  # fmt: skip
     return made, starts
