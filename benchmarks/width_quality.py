@@ -161,15 +161,17 @@ def go_on(
     # Not forked: a process that has computed with several threads must not be.
     with lines.open("a") as file, ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         file.write(json.dumps({"stamp": stamp(quick)}) + "\n")
-        while (jobs := pending()) and time.monotonic() < end:
-            running: set[Future[dict[str, Any]]] = set()
-            while running or (jobs and time.monotonic() < end):
-                while jobs and len(running) < workers and time.monotonic() < end:
-                    running.add(pool.submit(_train, jobs.pop(0), data))
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    file.write(json.dumps(one.result()) + "\n")
-                    file.flush()
+        running: dict[Future[dict[str, Any]], str] = {}
+        while True:
+            ready = [job for job in pending() if job.key() not in running.values()] if time.monotonic() < end else []
+            for job in ready[: workers - len(running)]:
+                running[pool.submit(_train, job, data)] = job.key()
+            if not running:
+                break
+            for one in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[one]
+                file.write(json.dumps(one.result()) + "\n")
+                file.flush()
     return len(pending())
 
 
