@@ -59,6 +59,7 @@ class Study:
     test: Ints
     batch_size: int
     epochs: int
+    """at the most: a training ends when validation data says so"""
     every: int
     """steps between rounds"""
     shuffle: bool = True
@@ -210,7 +211,7 @@ def frappe() -> Study:
     for name in (name for name in data if name not in ("label", "split")):
         builder.column(name, data[name])
     test = np.flatnonzero(data["split"] == "test")
-    return builder.study("frappe", data["label"], validation, test, batch_size=256, epochs=12, every=20)
+    return builder.study("frappe", data["label"], validation, test, batch_size=256, epochs=20, every=20)
 
 
 def movielens(by_time: bool) -> Study:
@@ -250,7 +251,7 @@ def movielens(by_time: bool) -> Study:
     last = np.searchsorted(keys, user * span + time)
     first = np.maximum(np.searchsorted(keys, user * span), last - LONGEST)
     builder.bag("history", "item_id", item[liked], first, last)
-    name, epochs = ("ml1m_time", 4) if by_time else ("ml1m_random", 6)
+    name, epochs = ("ml1m_time", 10) if by_time else ("ml1m_random", 16)
     return builder.study(name, labels, validation, test, batch_size=2048, epochs=epochs, every=20)
 
 
