@@ -56,6 +56,14 @@ def fill(module: uq.Embeddings) -> None:
         assert rows is not None
         for first in range(0, rows, PIECE):
             storage._admit(torch.arange(first, min(first + PIECE, rows), device="cuda"))
+    spend_all(module)
+
+
+def spend_all(module: uq.Embeddings) -> None:
+    """No room for new rows: while there is some, a step waits for the device to know how many ids have none."""
+    assert module._rounds is not None
+    for group in module._rounds.groups:
+        group.purse.left = 0.0
 
 
 def settle(module: uq.Embeddings, step: Step) -> list[float]:
@@ -68,8 +76,7 @@ def settle(module: uq.Embeddings, step: Step) -> list[float]:
     rounds.width, rounds.shifts.every = uq.Width(budget="10%", every=10**9), INTERVAL
     times = []
     for number in range(ROUNDS):
-        for group in rounds.groups:
-            group.purse.left = 0.0
+        spend_all(module)
         for k in range(EVERY):
             step(number * EVERY + k)
         torch.cuda.synchronize()
@@ -78,8 +85,7 @@ def settle(module: uq.Embeddings, step: Step) -> list[float]:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
         module._generation += 1
-    for group in rounds.groups:
-        group.purse.left = 0.0
+    spend_all(module)
     return times
 
 
