@@ -35,7 +35,7 @@ CHUNK = 65536
 PIECE = 1 << 20
 """rows that are counted at a time"""
 MOST_GAIN = 2.0**40
-"""in whose measure utilities are kept"""
+"""The measure that utilities are kept in grows up to this; then they are all made smaller."""
 
 
 def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:

@@ -175,8 +175,8 @@ class Part:
         self._keep((self._counts > self.old) & _beyond(drawn, share))
 
     def prepare(self, changes: bool, rows: list[int]) -> Callable[[], None]:
-        """`changes`: whether it does; `rows`: see class_counts."""
-        masks = self._masks() if self.new.dtype == torch.bool else None
+        """`changes`: whether any row does; `rows`: see class_counts."""
+        masks = self._masks() if changes and self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
         if not changes:
