@@ -15,8 +15,8 @@ class NumberedDirectory:
     def __init__(self, bound: int, part: int, of: int, chunks: int, class_bits: int, device: torch.device) -> None:
         self.bound, self.part, self.of, self.chunks, self.class_bits = bound, part, of, chunks, class_bits
         self.kind = self.NUMBERED | class_bits << 8 | chunks << 16 | of << 32
-        self.capacity = self._capacity = bound
-        self.memory = self._memory = torch.empty(0, dtype=torch.int32, device=device)
+        self.capacity = bound
+        self.memory = torch.empty(0, dtype=torch.int32, device=device)
         self.used = -(-(bound - part) // of)
         self.version = 0
         self.bytes = 0

@@ -58,14 +58,14 @@ class NarrowDirectory:
         entries = (max(64, rows * 4 // 3 + 1) + 7) // 8 * 8
         size = 8 if self.bound is not None and self.bound <= 2**32 else 12
         if self.bound is not None and self.bound * 4 <= entries * size:
-            self.kind, self._capacity, words = self.ARRAY, self.bound, self.bound
+            self.kind, self.capacity, words = self.ARRAY, self.bound, self.bound
         else:
-            self.kind, self._capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
-        self._memory = _words(words).fill_(-1)
+            self.kind, self.capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
+        self.memory = _words(words).fill_(-1)
         self.version += 1
 
     def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
-        return ctypes.c_int64(self.kind), pointer(self._memory), ctypes.c_int64(self._capacity)
+        return ctypes.c_int64(self.kind), pointer(self.memory), ctypes.c_int64(self.capacity)
 
     def find(self, ids: Tensor) -> Tensor:
         """The slot of every id, -1 where it has none."""
@@ -82,7 +82,7 @@ class NarrowDirectory:
     def insert(self, ids: Tensor, slots: Tensor) -> None:
         """Of ids that it does not hold yet, but for those with a slot of -1."""
         rows = self.used + int((slots >= 0).sum())
-        if self.kind != self.ARRAY and rows > self.FULL * self._capacity:
+        if self.kind != self.ARRAY and rows > self.FULL * self.capacity:
             held = self.entries()
             self._make(rows * 5 // 4)
             self._put(*held)
@@ -100,7 +100,7 @@ class NarrowDirectory:
 
     @property
     def bytes(self) -> int:
-        return self._memory.nbytes
+        return self.memory.nbytes
 
 
 class Finder:
@@ -121,7 +121,7 @@ class Finder:
         for t, ((directory, keys, utilities, stamps, class_bits), features) in enumerate(zip(tables, readers)):
             self._features["table"][first : first + len(features)] = t
             self._tables[t] = (
-                *(directory.kind, directory._memory.data_ptr(), directory._capacity),
+                *(directory.kind, directory.memory.data_ptr(), directory.capacity),
                 *(-1 if directory.bound is None else directory.bound, first, first + len(features)),
                 *(keys.data_ptr(), utilities.data_ptr(), stamps.data_ptr()),
                 *(keys.numel() // WAYS, utilities.shape[1], class_bits, 0),
