@@ -153,7 +153,8 @@ void first_chunks(const Table& table, const Feature& feature, int64_t first, int
   const int64_t* slots = feature.slots;
   const Span span{feature};
   const int64_t end = span.from(last);
-  const NarrowRows rows(table);
+  NarrowRows rows(table);
+  rows.classes[0].row_bytes = 0;  // candidates have no values: whichever it is, nothing of it need be brought near
   NarrowRows::Place ahead[kNarrowAhead];
   const auto bring = [&](int64_t i) {
     const NarrowRows::Place place = rows.at(slots[i]);

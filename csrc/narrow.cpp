@@ -38,12 +38,11 @@ struct Hashed {
   Entry<Id>* entries;
   uint64_t capacity;
 
-  // Where to begin, brought near: short ids at the first of the 8 entries of a line, which are compared at once.
+  // Where to begin: short ids at the first of the 8 entries of a line, which are compared at once.
   uint64_t home(int64_t id) const {
-    const uint64_t at = sizeof(Id) == 4 ? spread_over(id, capacity / kLine) * kLine : spread_over(id, capacity);
-    __builtin_prefetch(entries + at);
-    return at;
+    return sizeof(Id) == 4 ? spread_over(id, capacity / kLine) * kLine : spread_over(id, capacity);
   }
+  void bring(uint64_t home) const { __builtin_prefetch(entries + home); }
   int64_t find(int64_t id, uint64_t home) const {
 #if defined(__AVX512F__)
     if constexpr (sizeof(Id) == 4) {
@@ -78,10 +77,8 @@ struct Hashed {
 struct Array {
   int32_t* slots;
   uint64_t capacity;
-  uint64_t home(int64_t id) const {
-    if (uint64_t(id) < capacity) __builtin_prefetch(slots + id);
-    return 0;
-  }
+  uint64_t home(int64_t id) const { return std::min(uint64_t(id), capacity); }
+  void bring(uint64_t home) const { __builtin_prefetch(slots + home); }
   int32_t* at(int64_t id, uint64_t, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
   int64_t find(int64_t id, uint64_t) const { return uint64_t(id) < capacity ? slots[id] : -1; }
 };
@@ -91,6 +88,7 @@ struct Numbered {
   int64_t class_bits, chunks, of;
   uint64_t capacity;
   uint64_t home(int64_t) const { return 0; }
+  void bring(uint64_t) const {}
   int32_t* at(int64_t, uint64_t, bool) const { return nullptr; }
   int64_t find(int64_t id, uint64_t) const {
     return uint64_t(id) < capacity ? (of == 1 ? id : id / of) << class_bits | chunks : -1;
@@ -114,7 +112,8 @@ int64_t find_all(const Directory& directory, const int64_t* ids, int64_t count, 
   uint64_t homes[kTogether];
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t n = std::min(kTogether, count - first);
-    for (int64_t i = 0; i < n; ++i) homes[i] = directory.home(ids[first + i]);
+    for (int64_t i = 0; i < n; ++i) homes[i] = directory.home(ids[first + i]);  // alone, so that it is done in vectors
+    for (int64_t i = 0; i < n; ++i) directory.bring(homes[i]);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t slot = directory.find(ids[first + i], homes[i]);
       slots[first + i] = slot;
@@ -246,7 +245,7 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
   using namespace unequal;
   by_kind(kind, memory, capacity, [&](auto directory) {
     for (int64_t i = 0; i < count; ++i) {
-      if (i + kFindAhead < count) directory.home(ids[i + kFindAhead]);
+      if (i + kFindAhead < count) directory.bring(directory.home(ids[i + kFindAhead]));
       const int32_t slot = int32_t(slots[i]);
       if (slot < 0) continue;
       if (int32_t* at = directory.at(ids[i], directory.home(ids[i]), true)) std::memcpy(at, &slot, 4);
