@@ -158,7 +158,8 @@ struct Missing {
 
 // Follows ids that have no row (slot -1) and gives them the slot of their candidate. Buckets have kWays candidates; in one step
 // each takes up at most one newcomer, the smallest id, in place of its least useful candidate that was not read now.
-void follow(const Followed& followed, int32_t step, int64_t class_bits, const Ids* parts, int64_t count) {
+// `most`: ids without a row that there can be.
+void follow(const Followed& followed, int32_t step, int64_t class_bits, const Ids* parts, int64_t count, int64_t most) {
   // Kept between steps: of each bucket the newcomer's place among `newcomers`, or -1.
   struct Newcomer {
     int64_t bucket, id, way;
@@ -167,15 +168,18 @@ void follow(const Followed& followed, int32_t step, int64_t class_bits, const Id
   static thread_local std::vector<Newcomer> newcomers;
   static thread_local std::vector<Missing> missing;
   if (!newcomers.empty()) std::fill(newcomer_of.begin(), newcomer_of.end(), -1);  // memory was short the last time
-  missing.clear();
+  missing.resize(size_t(most) + 1);
   newcomers.clear();
   if (int64_t(newcomer_of.size()) < followed.buckets) newcomer_of.resize(size_t(followed.buckets), -1);
+  size_t found = 0;  // each id is written, and the next one over it where it has a row: a branch could not be foretold
   for (const Ids* part = parts; part < parts + count; ++part)
-    for (int64_t i = 0; i < part->count; ++i)
-      if (part->slots[i] < 0) {
-        const int64_t bucket = int64_t(spread_over(part->ids[i], uint64_t(followed.buckets)));
-        missing.push_back({part->ids[i], bucket, part->slots + i});
-      }
+    for (int64_t i = 0; i < part->count; ++i) {
+      missing[found].id = part->ids[i];
+      missing[found].slot = part->slots + i;
+      found += part->slots[i] < 0;
+    }
+  missing.resize(found);
+  for (Missing& one : missing) one.bucket = int64_t(spread_over(one.id, uint64_t(followed.buckets)));
   size_t unknown = 0;
   for (size_t m = 0; m < missing.size(); ++m) {
     if (m + kFindAhead < missing.size()) {
@@ -280,7 +284,7 @@ UNEQUAL_API int uq_narrow_follow(int64_t* keys, float* utilities, int32_t* stamp
                                  int64_t class_bits, const int64_t* ids, int64_t count, int64_t* slots) try {
   using namespace unequal;
   const Ids all{ids, count, slots};
-  follow({keys, utilities, stamps, buckets, each}, step, class_bits, &all, 1);
+  follow({keys, utilities, stamps, buckets, each}, step, class_bits, &all, 1, count);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
@@ -365,7 +369,7 @@ UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count,
         continue;
       }
       follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits,
-             parts.data(), int64_t(parts.size()));
+             parts.data(), int64_t(parts.size()), missing);
     } catch (const std::bad_alloc&) {
       failed = 1;
     }
