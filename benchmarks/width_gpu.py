@@ -127,15 +127,15 @@ def measure(name: str) -> dict[str, Any]:
     )
     result["10%"] = timed(work, narrow, batches, gradients)
     for side in ("100%", "10%"):
-        for name in ("step", "device", "model"):
-            if f"{name}_ms" in result[side]:
-                times = result[side][f"{name}_ms"] / result["plain"][f"{name}_ms"]
-                result[side][f"{name}_over_plain"] = round(times, 3)
+        for what in ("step", "device", "model"):
+            if f"{what}_ms" in result[side]:
+                times = result[side][f"{what}_ms"] / result["plain"][f"{what}_ms"]
+                result[side][f"{what}_over_plain"] = round(times, 3)
     result["round_ms"] = round(statistics.median(rounds), 2)
-    for name in ("step", "model"):
-        if f"{name}_ms" in result["10%"]:
-            share = result["round_ms"] / (INTERVAL * result["10%"][f"{name}_ms"])
-            result[f"round_share_of_{name}"] = round(share, 4)
+    for what in ("step", "model"):
+        if f"{what}_ms" in result["10%"]:
+            share = result["round_ms"] / (INTERVAL * result["10%"][f"{what}_ms"])
+            result[f"round_share_of_{what}"] = round(share, 4)
     return result
 
 

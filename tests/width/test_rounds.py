@@ -8,11 +8,10 @@ import torch
 
 import unequal as uq
 from unequal.kernels import cpu, reference
-from unequal.width import rounds as rounds_module
 from unequal.width.measures import alone_in_all, means, percentiles
 from unequal.width.parts import Sample, _counts, steadily
 from unequal.width.policy import Rows, policy_of
-from unequal.width.rounds import CLOSE, Rounds
+from unequal.width.threshold import CLOSE, LOWEST, search
 
 CHUNKS = 4
 
@@ -42,10 +41,11 @@ def samples_of(policy, rows, seed=0):
 def test_the_threshold_spends_the_budget(policy, rows, share):
     """As the lowest that can be found by halving does, or all but a little of the budget, in fewer tries."""
     samples, budget, tries = samples_of(policy, rows), share * rows * CHUNKS, []
-    rounds = Rounds(
-        uq.Width(budget="50%", policy=policy), {"t": uq.Table("t", rows=rows, dim=CHUNKS)}, {"t": uq.SGD(lr=0.1)},
-        total=lambda value: tries.append(value) or value,
-    )  # fmt: skip
+
+    def total(value):
+        tries.append(value)
+        return value
+
     low, high = -80.0, 80.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -53,10 +53,10 @@ def test_the_threshold_spends_the_budget(policy, rows, share):
     lowest = samples[0].values(math.exp(high), 0.1)
     for guess in (None, high + 0.1, -80.0, 80.0):
         tries.clear()
-        spent = samples[0].values(math.exp(rounds._search(samples, budget, guess, CLOSE)), 0.1)
+        spent = samples[0].values(math.exp(search(samples, budget, 0.1, total, guess, CLOSE)), 0.1)
         assert lowest * (1 - CLOSE) <= spent <= budget
         assert len(tries) <= 45
-    assert rounds._search(samples, CHUNKS * rows + 1.0, None, CLOSE) == rounds_module.LOWEST
+    assert search(samples, CHUNKS * rows + 1.0, 0.1, total, None, CLOSE) == LOWEST
 
 
 def test_rows_that_were_held_back_are_not_asked_again():

@@ -20,18 +20,11 @@ from ..storage.narrow import Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
 from .measures import Totals, alone_in_all, means, percentiles
-from .parts import SAMPLE, Part, Sample, samples_of
+from .parts import Part, samples_of
 from .policy import Policy, policy_of
 from .shift import Shifts
+from .threshold import Sum, threshold_of
 
-THIN = 8
-"""every so many rows of the sample tell about where the threshold is"""
-LOWEST, HIGHEST = -80.0, 80.0
-"""logarithms of thresholds"""
-PRECISE = 2e-6
-"""a threshold is not looked for more closely than that"""
-CLOSE = 5e-4
-"""share of a budget that may be left over by the threshold: the sample says no more, and new rows take it"""
 MARGIN = 0.05
 """by which growth is cut more than it must be: which rows grow is decided by draw"""
 CUTS = 8
@@ -54,7 +47,6 @@ FOLLOWED_ROW = 12
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
-Sum = Callable[[float], float]
 Made = TypeVar("Made")
 
 
@@ -366,7 +358,7 @@ class Rounds:
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
         budget = self._budget(group, step)
         parts = self._parts(group, budget)
-        threshold = self._threshold(parts, budget)
+        threshold = threshold_of(samples_of(parts), budget, self.width.hysteresis, self.total)
         for part in parts:
             part.choose(threshold, self.width.hysteresis)
         held = self.total(float(sum(part.storage.values for part in parts)))
@@ -461,44 +453,3 @@ class Rounds:
         if self.total(float(missing is not None)):
             raise missing if missing is not None else MemoryError("no memory on another rank")
         return made
-
-    def _threshold(self, parts: list[Part], budget: float) -> float:
-        """The lowest at which no more than the budget is spent, growth and shrinking held back by hysteresis."""
-        samples = samples_of(parts)
-        guess = None
-        if self.total(float(sum(len(sample.old) for sample in samples))) > SAMPLE / 4:
-            guess = self._search([sample.thin(THIN) for sample in samples], budget, None, 0.02)
-        return math.exp(self._search(samples, budget, guess, CLOSE))
-
-    def _search(self, samples: list[Sample], budget: float, guess: float | None, close: float) -> float:
-        """A threshold's logarithm, at which the budget is spent but for such a share. Each try is a sum over all ranks."""
-
-        def spent_at(threshold: float) -> float:
-            return self.total(sum(sample.values(math.exp(threshold), self.width.hysteresis) for sample in samples))
-
-        low, high = LOWEST, HIGHEST
-        spent = too_much = spent_at(low)
-        too_little = 0.0  # not known, or nothing
-        if too_much <= budget:
-            return low
-        away, slow = close, 0
-        while high - low > PRECISE:
-            span, middle = high - low, (low + high) / 2
-            if guess is not None and (low == LOWEST or high == HIGHEST):
-                middle = guess if span == HIGHEST - LOWEST else low + away if spent > budget else high - away
-                away *= 4
-                if not low < middle < high:
-                    guess, middle = None, (low + high) / 2
-            elif too_little and span < 2 and slow < 3:
-                # Spending is about a power of the threshold, unless it is a few large steps.
-                share = math.log(budget * (1 - close / 2) / too_much) / math.log(too_little / too_much)
-                middle = low + span * min(max(share, 0.01), 0.99)
-            spent = spent_at(middle)
-            if spent > budget:
-                low, too_much = middle, spent
-            else:
-                high, too_little = middle, spent
-                if spent >= budget * (1 - close):
-                    break
-            slow += span < 2 and high - low > span / 2
-        return high
