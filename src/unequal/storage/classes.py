@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .narrow import INDEX_BITS, NarrowStorage
+from .records import joined
 
 
 def listed(storage: NarrowStorage) -> Tensor:
@@ -82,7 +83,7 @@ class Filling:
         """Rows of k chunks: by name what `pieces` gives, values and their states as [rows, values]."""
         storage, records = self.storage, self.storage.records
         device, first, count = storage.device, self._counts[k], ids.numel()
-        rows = self._records(k, count, {name: part.to(device) for name, part in parts.items()})
+        rows = joined(records, storage.optimizer, k, {name: part.to(device) for name, part in parts.items()})
         if storage.how.uniform:
             slots = self._directory.find(ids.to(device))
             starts = torch.arange(count, device=device) * rows.shape[1]
@@ -99,25 +100,6 @@ class Filling:
         places = torch.arange(first, first + count, device=device)
         self._directory.insert(ids.to(device), (places << records.class_bits) | k)
         self._counts[k] += count
-
-    def _records(self, k: int, count: int, parts: Mapping[str, Tensor]) -> Tensor:
-        storage, records = self.storage, self.storage.records
-        dtype, device = storage.table.dtype, storage.device
-        width, *begins = records.layout[k].tolist()
-        rows = torch.zeros(count, int(records.layout[k, 5]), device=device)
-        words = -(-width * dtype.itemsize // 4)
-        values = torch.zeros(count, words * 4 // dtype.itemsize, dtype=dtype, device=device)
-        values[:, :width] = parts["weight"]
-        rows[:, :words] = values.view(torch.float32)
-        for (name, per), begin in zip(storage.optimizer.state, begins):
-            if per == "row":
-                rows[:, begin] = parts[name]
-            else:
-                rows[:, begin : begin + width] = parts[name]
-        rows[:, begins[2] : begins[2] + records.utilities] = parts["utilities"]
-        if records.masked:
-            rows[:, begins[3] : begins[3] + 2] = parts["masks"][:, None].contiguous().view(torch.float32)
-        return rows
 
     def finish(self, ids: Tensor, places: Tensor | None, utilities: Tensor, gain: float) -> None:
         """With these candidates, at their places where those are known. `gain`: in which measure all utilities are."""

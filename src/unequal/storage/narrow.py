@@ -23,6 +23,7 @@ from .following import NOBODY, FollowingStorage
 from .memory import own_pages
 from .narrowing import Census, Narrowing, Purse
 from .numbered import NumberedDirectory
+from .records import joined
 
 __all__ = ["Census", "NarrowStorage", "Narrowing", "Purse"]
 
@@ -478,24 +479,11 @@ class NarrowStorage(FollowingStorage):
 
     def _fill_class(self, k: int, which: Tensor, starts: Tensor, parts: dict[str, Tensor]) -> None:
         records = self.records
-        width, *begins = records.layout[k].tolist()
-        rows = torch.zeros(which.numel(), int(records.layout[k, 5]), device=self.device)
-        at = starts[which][:, None] + torch.arange(width, device=self.device)
-        value_words = -(-width * self.table.dtype.itemsize // 4)
-        values = torch.zeros(
-            which.numel(), value_words * 4 // self.table.dtype.itemsize, dtype=self.table.dtype, device=self.device
-        )
-        values[:, :width] = parts["weight"][at]
-        rows[:, :value_words] = values.view(torch.float32)
-        for (name, per), begin in zip(self.optimizer.state, begins):
-            if per == "row":
-                rows[:, begin] = parts[name][which]
-            else:
-                rows[:, begin : begin + width] = parts[name][at]
-        utility = begins[2]
-        rows[:, utility : utility + records.utilities] = parts["utilities"][which]
-        if records.masked:
-            rows[:, begins[3] : begins[3] + 2] = parts["masks"][which][:, None].contiguous().view(torch.float32)
+        at = starts[which][:, None] + torch.arange(int(records.layout[k, 0]), device=self.device)
+        where = {"weight": at, "utilities": which, "masks": which}
+        where |= {name: which if per == "row" else at for name, per in self.optimizer.state}
+        own = {name: parts[name][place] for name, place in where.items() if name in parts}
+        rows = joined(records, self.optimizer, k, own)
         size = 1 << records.slab_log2
         for slab, part in zip(records.slabs[k], torch.split(rows, size)):
             slab[: part.shape[0]] = part
