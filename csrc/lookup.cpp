@@ -170,10 +170,10 @@ void first_chunks(const Table& table, const Feature& feature, int64_t first, int
       const NarrowRows::Place place = ahead[i % kNarrowAhead];
       if (i + kNarrowAhead < end) bring(i + kNarrowAhead);
       const float scale = feature.weights && !span.listed ? feature.weights[i] * share : share;
-      const T* values = reinterpret_cast<const T*>(place.record);
       for (int j = 0; j < N; ++j) {
-        const uint32_t live = place.of->live_of(j);
-        sum[j] = add_live(sum[j], load_live(values, 8 * j, live), Lanes<8>{} + scale, live);
+        const uint8_t live = place.of->live[j];
+        const T* values = reinterpret_cast<const T*>(place.record + place.of->at[j]);
+        sum[j] = add_live(sum[j], load_live(values, live), Lanes<8>{} + scale, live);
       }
     }
     float* out = feature.values + k * feature.stride;

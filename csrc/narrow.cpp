@@ -46,16 +46,16 @@ struct Hashed {
   int64_t find(int64_t id, uint64_t home) const {
 #if defined(__AVX512F__)
     if constexpr (sizeof(Id) == 4) {
+      // Empty entries are of the id -1 and the slot -1, so that it does not matter whether one of them is taken for the id's.
       const __m512i wanted = _mm512_set1_epi32(int32_t(uint32_t(id)));
-      const uint32_t ids = uint64_t(id) >> 32 ? 0 : 0x5555;  // a longer one is none of them
       for (uint64_t k = home;; k = k + kLine == capacity ? 0 : k + kLine) {
         const __m512i line = _mm512_loadu_si512(entries + k);
-        const uint32_t empty = _mm512_mask_cmplt_epi32_mask(0xAAAA, line, _mm512_setzero_si512()) >> 1;
-        const uint32_t found = _mm512_mask_cmpeq_epi32_mask(__mmask16(ids & ~empty), line, wanted);
-        if (__builtin_expect(found | empty, 1)) {
-          const int64_t slot = entries[k + (found ? __builtin_ctz(found) / 2 : 0)].slot;
-          return found ? slot : -1;
+        const uint32_t found = _mm512_cmpeq_epi32_mask(line, wanted) & 0x5555;
+        if (__builtin_expect(found, 1)) {
+          const int64_t slot = entries[k + __builtin_ctz(found) / 2].slot;
+          return uint64_t(id) >> 32 ? -1 : slot;  // a longer id is none of them
         }
+        if (_mm512_mask_cmplt_epi32_mask(0xAAAA, line, _mm512_setzero_si512())) return -1;
       }
     }
 #endif

@@ -5,6 +5,8 @@
 //
 // Class 0 are candidates: rows without any value, of which only the utility is kept. They lie in one piece.
 #pragma once
+#include <algorithm>
+
 #include "rows.h"
 
 namespace unequal {
@@ -40,14 +42,13 @@ inline NarrowRow narrow_row(const Table& t, int64_t slot) {
 // The same for many rows of a table, without a branch: which class comes next cannot be foretold. A slot of -1 is taken for the
 // first candidate, which has no values either.
 struct NarrowRows {
+  static constexpr int kEights = 16;  // of 128 columns, which is as many as a row's values are asked for this way
   struct Class {
     char* const* slabs;
     int64_t shift, row_bytes, value_bytes;
-    uint64_t live[2];  // of the first 128 columns, as bits
     const Record* layout;
-
-    // Of the values [8 · eighth, 8 · eighth + 8).
-    uint32_t live_of(int eight) const { return uint32_t(live[eight / 8] >> (8 * (eight % 8))) & 0xFFu; }
+    uint16_t at[kEights];   // where the values [8 · k, 8 · k + 8) begin, in bytes; 0 where the row has none of them
+    uint8_t live[kEights];  // which of them it has, as bits
   };
   struct Place {
     char* record;
@@ -60,9 +61,11 @@ struct NarrowRows {
     for (int64_t k = 0; k <= t.dim / t.chunk; ++k) {
       const Record& layout = t.records[k];
       char* const* slabs = reinterpret_cast<char* const*>(t.weights) + k * t.class_slabs;
-      const auto bits = [](int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; };
-      classes[k] = {slabs, k ? t.slab_log2 : 62, layout.words * 4, layout.width * item, {bits(layout.width), bits(layout.width - 64)},
-                    &layout};
+      classes[k] = {slabs, k ? t.slab_log2 : 62, layout.words * 4, layout.width * item, &layout, {}, {}};
+      for (int64_t eight = 0; eight < kEights && 8 * eight < layout.width; ++eight) {
+        classes[k].at[eight] = uint16_t(8 * eight * item);
+        classes[k].live[eight] = uint8_t((1u << std::min<int64_t>(layout.width - 8 * eight, 8)) - 1);
+      }
     }
   }
   Place at(int64_t slot) const {

@@ -64,8 +64,8 @@ __attribute__((always_inline)) inline void update_first(const Table& t, const Na
   float* state = record + of.layout->state[0];
   Lanes<8> w[N], g[N], own[2] = {};
   for (int j = 0; j < N; ++j) {
-    const uint32_t live = of.live_of(j);
-    w[j] = load_live(record, 8 * j, live);
+    const uint8_t live = of.live[j];
+    w[j] = load_live(reinterpret_cast<const float*>(place.record + of.at[j]), live);
     g[j] = load<8>(sum + 8 * j);
     if (O != kRowWiseAdagrad || decay != 0) g[j] += decay * w[j];
     if (O == kRowWiseAdagrad) own[j % 2] = add_live(own[j % 2], g[j], g[j], live);
@@ -75,7 +75,8 @@ __attribute__((always_inline)) inline void update_first(const Table& t, const Na
     *state += add_lanes(own[0], own[1]) / float(of.layout->width);
     step = lr / (std::sqrt(*state) + eps);
   }
-  for (int j = 0; j < N; ++j) store_live(record, 8 * j, w[j] - step * g[j], of.live_of(j));
+  for (int j = 0; j < N; ++j)
+    store_live(reinterpret_cast<float*>(place.record + of.at[j]), w[j] - step * g[j], of.live[j]);
 }
 
 inline bool goes_first(const Table& t) {

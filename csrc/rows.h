@@ -90,54 +90,44 @@ inline Lanes<W> load(const Half* p) {
 #endif
   return v;
 }
-// The values of 8 whose bits are set, and zeros. Even where no bit is set the processor waits for the memory: `row` is then read
-// in place of what lies beyond it. By 8, because a vector of 16 would often reach into a line that the row has no part of.
+// The values of 8 whose bits are set, and zeros. Even where no bit is set the processor waits for the memory: the caller then
+// gives the start of the row in place of what lies beyond it. By 8, because a vector of 16 would often reach into a line that
+// the row has no part of.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define UNEQUAL_LIVE_LANES 1
-inline Lanes<8> load_live(const float* row, int64_t at, uint32_t live) {
-  return _mm256_maskz_loadu_ps(__mmask8(live), live ? row + at : row);
+inline Lanes<8> load_live(const float* values, uint8_t live) { return _mm256_maskz_loadu_ps(live, values); }
+inline Lanes<8> load_live(const BFloat* values, uint8_t live) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(live, values)), 16));
 }
-inline Lanes<8> load_live(const BFloat* row, int64_t at, uint32_t live) {
-  const __m128i bits = _mm_maskz_loadu_epi16(__mmask8(live), live ? row + at : row);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-inline Lanes<8> load_live(const Half* row, int64_t at, uint32_t live) {
-  return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(__mmask8(live), live ? row + at : row));
-}
-inline void store_live(float* row, int64_t at, Lanes<8> v, uint32_t live) {
-  _mm256_mask_storeu_ps(live ? row + at : row, __mmask8(live), v);
-}
+inline Lanes<8> load_live(const Half* values, uint8_t live) { return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(live, values)); }
+inline void store_live(float* values, Lanes<8> v, uint8_t live) { _mm256_mask_storeu_ps(values, live, v); }
 // sum + a · b where bits are set, elsewhere sum.
-inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint32_t live) {
-  return _mm256_mask3_fmadd_ps(a, b, sum, __mmask8(live));
+inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint8_t live) {
+  return _mm256_mask3_fmadd_ps(a, b, sum, live);
 }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define UNEQUAL_LIVE_LANES 1
-inline __m256i all_bits_of(uint32_t live) {
+inline __m256i all_bits_of(uint8_t live) {
   const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(live)), each), each);
 }
-inline Lanes<8> load_live(const float* row, int64_t at, uint32_t live) {
-  return _mm256_maskload_ps(live ? row + at : row, all_bits_of(live));
-}
-inline __m128i load_live_halves(const uint16_t* row, int64_t at, uint32_t live) {
-  if (live == 0xFF) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + at));
+inline Lanes<8> load_live(const float* values, uint8_t live) { return _mm256_maskload_ps(values, all_bits_of(live)); }
+inline __m128i load_live_halves(const uint16_t* values, uint8_t live) {
+  if (live == 0xFF) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
   uint16_t part[8] = {};
   for (int j = 0; j < 8; ++j)
-    if (live >> j & 1) part[j] = row[at + j];
+    if (live >> j & 1) part[j] = values[j];
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(part));
 }
-inline Lanes<8> load_live(const BFloat* row, int64_t at, uint32_t live) {
-  const __m128i bits = load_live_halves(reinterpret_cast<const uint16_t*>(row), at, live);
+inline Lanes<8> load_live(const BFloat* values, uint8_t live) {
+  const __m128i bits = load_live_halves(reinterpret_cast<const uint16_t*>(values), live);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-inline Lanes<8> load_live(const Half* row, int64_t at, uint32_t live) {
-  return _mm256_cvtph_ps(load_live_halves(reinterpret_cast<const uint16_t*>(row), at, live));
+inline Lanes<8> load_live(const Half* values, uint8_t live) {
+  return _mm256_cvtph_ps(load_live_halves(reinterpret_cast<const uint16_t*>(values), live));
 }
-inline void store_live(float* row, int64_t at, Lanes<8> v, uint32_t live) {
-  _mm256_maskstore_ps(live ? row + at : row, all_bits_of(live), v);
-}
-inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint32_t live) {
+inline void store_live(float* values, Lanes<8> v, uint8_t live) { _mm256_maskstore_ps(values, all_bits_of(live), v); }
+inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint8_t live) {
   return _mm256_blendv_ps(sum, _mm256_fmadd_ps(a, b, sum), _mm256_castsi256_ps(all_bits_of(live)));
 }
 #endif
