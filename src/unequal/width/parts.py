@@ -86,9 +86,9 @@ def _beyond(drawn: Tensor, share: float) -> Tensor:
     return drawn >= int(share * DRAWS)
 
 
-def _tidy(rows: int) -> None:
-    """After work on so many rows of a table."""
-    if rows >= MANY:
+def _tidy(ids: Tensor) -> None:
+    """After work on such rows of a table."""
+    if ids.numel() >= MANY and ids.device.type == "cpu":
         give_back_freed()
 
 
@@ -100,7 +100,7 @@ class Part:
         self.storage, self.policy = storage, policy
         self.records: Records = storage.records
         self.census: Census = storage.census()
-        _tidy(len(self.census.ids))
+        _tidy(self.census.ids)
         self.old = self.census.chunks(self.records)
         self.held = self._bits(self.census.masks) if self.census.masks is not None else self.old
         """its chunks, where any may live"""
@@ -182,5 +182,5 @@ class Part:
         if not changes:
             return self.storage.prepare_unchanged()
         put = self.storage.prepare(census, counts, masks, rows)
-        _tidy(len(census.ids))
+        _tidy(census.ids)
         return put

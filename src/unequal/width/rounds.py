@@ -341,7 +341,8 @@ class Rounds:
                 continue
             pruned, regained = pruned + went, regained + came
         self._fill_purses(step)
-        give_back_freed()
+        if any(storage.device.type == "cpu" for storage in self.storages.values()):
+            give_back_freed()
         report = RoundReport(
             step,
             int(self.total(float(sum(storage.live for storage in self.storages.values())))),
