@@ -5,7 +5,8 @@ runs from the source tree (PYTHONPATH=src).
 At 100% all rows of all tables are there, whole. At 10% the tables have come to their widths in WARM_UP steps; then no more rows
 are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `model` a step of a
 DLRM over the same tables (pooled features alone). `round` is what a round takes when rows have come to their widths. Its share is
-that of a round every 1,000 steps.
+that of a round every 1,000 steps. Everything is timed by the clock before the first kernel is looked at, and each workload in a
+process of its own: once it was used, the profiler makes the host slower for good.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -89,16 +92,8 @@ def settle(module: uq.Embeddings, step: Step) -> list[float]:
     return times
 
 
-def timed(
-    work: GpuWorkload, module: uq.Embeddings, batches: list[uq.Batch], gradients: list[list[Tensor]]
-) -> dict[str, Any]:
-    step = stepper(work, module, batches, gradients)
-    kernels = kernel_times(step)
-    found = {
-        "step_ms": round(milliseconds(step), 4),
-        "device_ms": round(sum(kernels.values()) / 1e3, 4),
-        "kernels_us": kernels,
-    }
+def timed(work: GpuWorkload, module: uq.Embeddings, step: Step, batches: list[uq.Batch]) -> dict[str, Any]:
+    found = {"step_ms": round(milliseconds(step), 4)}
     if work.pooled:
         found["model_ms"] = round(milliseconds(dlrm_step(module, batches)), 4)
     return found
@@ -108,24 +103,23 @@ def measure(name: str) -> dict[str, Any]:
     work = workload(name)
     batches = [work.batch(seed) for seed in range(BATCHES)]
     gradients = [gradients_for(work, batch, torch.float32) for batch in batches]
-    result: dict[str, Any] = {
-        "workload": name,
-        "plain": timed(work, embeddings(work, None), batches, gradients),
-    }
-    torch.cuda.empty_cache()
     whole = embeddings(work, uq.Width(budget="100%", every=10**9))
     fill(whole)
-    result["100%"] = timed(work, whole, batches, gradients)
-    del whole
-    torch.cuda.empty_cache()
     narrow = embeddings(work, uq.Width(budget="10%", every=EVERY))
+    modules = dict(zip(SIDES, (embeddings(work, None), whole, narrow)))
+    steps = {side: stepper(work, module, batches, gradients) for side, module in modules.items()}
     more = [work.batch(seed) for seed in range(BATCHES, 8 * BATCHES)]
     same = gradients_for(work, more[0], torch.float32)
     rounds = settle(
         narrow,
         stepper(work, narrow, more, [same if work.pooled else gradients_for(work, b, torch.float32) for b in more]),
     )
-    result["10%"] = timed(work, narrow, batches, gradients)
+    result: dict[str, Any] = {"workload": name}
+    for side in SIDES:
+        result[side] = timed(work, modules[side], steps[side], batches)
+    for side in SIDES:
+        kernels = kernel_times(steps[side])
+        result[side] |= {"device_ms": round(sum(kernels.values()) / 1e3, 4), "kernels_us": kernels}
     for side in ("100%", "10%"):
         for what in ("step", "device", "model"):
             if f"{what}_ms" in result[side]:
@@ -182,10 +176,10 @@ def main() -> None:
     arguments, origin = asked(parser)
     steps = []
     for name in arguments.workloads:
-        steps.append(measure(name))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            steps.append(alone.submit(measure, name).result())
         print({key: part for key, part in steps[-1].items() if not isinstance(part, dict)}, flush=True)
         print({side: {k: v for k, v in steps[-1][side].items() if k != "kernels_us"} for side in SIDES}, flush=True)
-        torch.cuda.empty_cache()
     result = {"steps": steps, "memory": memory()}
     merge(arguments.output, {"width": origin | {"results": result}}, ORDER)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -58,15 +59,20 @@ class Sample:
         return Sample(self.policy, rows, self.old[::by].contiguous(), self.weights[::by] * by)
 
 
-def samples_of(parts: list[Part]) -> list[Sample]:
-    """Tables of one shape together: a model may have hundreds."""
-    step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
+def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
     shapes: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
         shapes.setdefault((part.rows.chunks, part.rows.values), []).append(part)
+    return list(shapes.values())
+
+
+def samples_of(parts: list[Part]) -> list[Sample]:
+    """Tables of one shape together: a model may have hundreds."""
+    step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
     samples = []
-    for (chunks, values), members in shapes.items():
-        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), chunks, values)
+    for members in by_shape(parts):
+        shape = members[0].rows
+        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), shape.chunks, shape.values)
         old = torch.cat([part.held[::step] for part in members])
         weights = [
             torch.full(
@@ -133,7 +139,7 @@ class Part:
     def _counts(self) -> Tensor:
         return _counts(self.new)
 
-    # What is counted stays where the rows are: a GPU is waited for once for all tables.
+    # What is counted stays where the rows are: a GPU is waited for once for all tables (see `listed`).
 
     def change(self) -> Tensor:
         """Values by which rows shrink, and by which they grow."""
@@ -174,13 +180,53 @@ class Part:
         """Only about this share of the rows that would grow do: the estimate was too low, or rows that hold back made no room."""
         self._keep((self._counts > self.old) & _beyond(drawn, share))
 
-    def prepare(self, changes: bool, rows: list[int]) -> Callable[[], None]:
-        """`changes`: whether any row does; `rows`: see class_counts."""
-        masks = self._masks() if changes and self.new.dtype == torch.bool else None
+    def prepare(self, rows: list[int] | None) -> Callable[[], None]:
+        """`rows`: see class_counts; nothing where no row changes."""
+        masks = self._masks() if rows is not None and self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
-        if not changes:
+        if rows is None:
             return self.storage.prepare_unchanged()
         put = self.storage.prepare(census, counts, masks, rows)
         _tidy(census.ids)
         return put
+
+
+def listed(numbers: Iterable[Tensor]) -> list[list[int]]:
+    """Numbers of every table, of which a GPU is asked at once."""
+    parts = list(numbers)
+    flat = iter(torch.cat(parts).tolist() if parts else ())
+    return [list(islice(flat, len(part))) for part in parts]
+
+
+# On a GPU tables are taken together, as far as it is simple: of the time of a round most goes into starting its kernels. On the
+# host they are taken one after the other, so that no more is held than one table needs.
+
+
+def on_device(parts: Sequence[Part]) -> bool:
+    return bool(parts) and all(part.storage.kernels.on_device for part in parts)
+
+
+def choose_all(parts: Sequence[Part], threshold: float, hysteresis: float) -> None:
+    if not on_device(parts):
+        for part in parts:
+            part.choose(threshold, hysteresis)
+        return
+    for members in by_shape(parts):
+        first = members[0]
+        utilities, held = (torch.cat(each) for each in zip(*((part.rows.utilities, part.held) for part in members)))
+        rows = Rows(utilities, first.rows.chunks, first.rows.values)
+        new = steadily(first.policy, rows, held, threshold, hysteresis)
+        for part, own in zip(members, torch.split(new, [len(part.held) for part in members])):
+            part.new = own
+
+
+def changes_of(parts: Sequence[Part], net: bool = False) -> list[list[int]]:
+    """Values that go and that come, of each part: see Part.exchanged and, where it is `net`, Part.change."""
+    if not on_device(parts) or parts[0].new.dtype == torch.bool:
+        return listed(part.change() if net else part.exchanged() for part in parts)
+    new, old = (torch.cat(each) for each in zip(*((part.new, part.old) for part in parts)))
+    ends = torch.tensor([0, *(len(part.old) for part in parts)]).cumsum(0).to(new.device)
+    so_far = torch.zeros(2, len(new) + 1, dtype=torch.int64, device=new.device)
+    torch.cumsum(torch.stack([(old - new).clamp(min=0), (new - old).clamp(min=0)]), 1, out=so_far[:, 1:])
+    return [[n * part.records.chunk for n in own] for part, own in zip(parts, so_far[:, ends].diff().t().tolist())]

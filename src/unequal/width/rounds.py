@@ -6,10 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..errors import RecipeError
@@ -20,7 +18,7 @@ from ..storage.narrow import Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
 from .measures import Totals, alone_in_all, means, percentiles
-from .parts import Part, samples_of
+from .parts import Part, changes_of, choose_all, listed, samples_of
 from .policy import Policy, policy_of
 from .shift import Shifts
 from .threshold import Sum, threshold_of
@@ -360,10 +358,9 @@ class Rounds:
         budget = self._budget(group, step)
         parts = self._parts(group, budget)
         threshold = threshold_of(samples_of(parts), budget, self.width.hysteresis, self.total)
-        for part in parts:
-            part.choose(threshold, self.width.hysteresis)
+        choose_all(parts, threshold, self.width.hysteresis)
         held = self.total(float(sum(part.storage.values for part in parts)))
-        shrinks, grows = self._sums((part.change() for part in parts), 2)
+        shrinks, grows = self._sums(changes_of(parts, net=True), 2)
         if shrinks + grows > self.width.most * budget:
             allowed = self.width.most * budget / (shrinks + grows)
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
@@ -372,16 +369,16 @@ class Rounds:
                     part.grow_less(part.draw(step), allowed)
                 else:
                     part.hold_back(part.draw(step), allowed)
-            shrinks, grows = self._sums((part.change() for part in parts), 2)
+            shrinks, grows = self._sums(changes_of(parts, net=True), 2)
         over = held + grows - shrinks - budget
         if over > 0:
             self._cut_growth(parts, over, step)
         changes: list[list[int]] = []
 
         def prepared() -> list[Callable[[], None]]:
-            changes.extend(self._listed(part.exchanged() for part in parts))
-            rows = self._listed(part.class_counts() for part in parts)
-            return [part.prepare(any(change), own) for part, change, own in zip(parts, changes, rows)]
+            changes.extend(changes_of(parts))
+            counts = iter(listed(part.class_counts() for part, change in zip(parts, changes) if any(change)))
+            return [part.prepare(next(counts) if any(change) else None) for part, change in zip(parts, changes)]
 
         # All tables of a group on all ranks or none: the budget is theirs together.
         puts = self._together(prepared)
@@ -389,23 +386,16 @@ class Rounds:
             puts.pop(0)()  # what it holds goes with it
         return sum(went for went, _ in changes), sum(came for _, came in changes)
 
-    def _sums(self, numbers: Iterable[Tensor], count: int) -> list[float]:
+    def _sums(self, numbers: Iterable[Iterable[int]], count: int) -> list[float]:
         """Of so many numbers of all tables on all ranks; some may have no table."""
-        return [self.total(float(sum(part))) for part in zip(*self._listed(numbers), [0] * count)]
-
-    @staticmethod
-    def _listed(numbers: Iterable[Tensor]) -> list[list[int]]:
-        """Numbers of every table, of which a GPU is asked at once."""
-        parts = list(numbers)
-        flat = iter(torch.cat(parts).tolist() if parts else ())
-        return [list(islice(flat, len(part))) for part in parts]
+        return [self.total(float(sum(part))) for part in zip(*numbers, [0] * count)]
 
     def _cut_growth(self, parts: list[Part], over: float, step: int) -> None:
         """So many values less: rows that would grow wait, by draw, all of them at the worst."""
         draws = [part.draw(step) for part in parts]
 
         def growth(share: float) -> float:
-            return self._sums((part.growth(drawn, share)[None] for part, drawn in zip(parts, draws)), 1)[0]
+            return self._sums(listed(part.growth(drawn, share)[None] for part, drawn in zip(parts, draws)), 1)[0]
 
         grown = growth(1.0)
         low, high = 0.0, 1.0
