@@ -226,7 +226,8 @@ def changes_of(parts: Sequence[Part], net: bool = False) -> list[list[int]]:
     if not on_device(parts) or parts[0].new.dtype == torch.bool:
         return listed(part.change() if net else part.exchanged() for part in parts)
     new, old = (torch.cat(each) for each in zip(*((part.new, part.old) for part in parts)))
-    ends = torch.tensor([0, *(len(part.old) for part in parts)]).cumsum(0).to(new.device)
-    so_far = torch.zeros(2, len(new) + 1, dtype=torch.int64, device=new.device)
-    torch.cumsum(torch.stack([(old - new).clamp(min=0), (new - old).clamp(min=0)]), 1, out=so_far[:, 1:])
-    return [[n * part.records.chunk for n in own] for part, own in zip(parts, so_far[:, ends].diff().t().tolist())]
+    # In one dimension: sums of two rows would take two of the GPU's processors.
+    goes_and_comes = torch.cat([new.new_zeros(1), (old - new).clamp_(min=0), (new - old).clamp_(min=0)])
+    ends = torch.tensor([0, *(len(part.old) for part in parts), *(len(part.old) for part in parts)]).cumsum(0)
+    sums = goes_and_comes.cumsum(0, dtype=torch.int64)[ends.to(new.device)].diff().tolist()
+    return [[n * part.records.chunk for n in own] for part, *own in zip(parts, sums, sums[len(parts) :])]
