@@ -214,6 +214,8 @@ class NarrowStorage(FollowingStorage):
         """How many slabs of a class stay as they are, and those that follow, where it has exactly so many rows: all but the last
         have 2^slab_log2."""
         held, size = self.records.slabs[k], 1 << self.records.slab_log2
+        if rows == sum(slab.shape[0] for slab in held):
+            return len(held), []
         sizes = [min(size, rows - first) for first in range(0, rows, size)]
         same = [slab.shape[0] == wanted for slab, wanted in zip(held, sizes)]
         kept = same.index(False) if False in same else len(same)

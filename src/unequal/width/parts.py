@@ -199,16 +199,17 @@ def listed(numbers: Iterable[Tensor]) -> list[list[int]]:
     return [list(islice(flat, len(part))) for part in parts]
 
 
-# On a GPU tables are taken together, as far as it is simple: of the time of a round most goes into starting its kernels. On the
-# host they are taken one after the other, so that no more is held than one table needs.
+# Where the time of a round goes into starting its many small steps, on a GPU and in small models, tables are taken together, as
+# far as it is simple. Large ones are taken one after the other on a host, so that no more is held than one table needs.
 
 
-def on_device(parts: Sequence[Part]) -> bool:
-    return bool(parts) and all(part.storage.kernels.on_device for part in parts)
+def are_together(parts: Sequence[Part]) -> bool:
+    on_device = all(part.storage.kernels.on_device for part in parts)
+    return bool(parts) and (on_device or sum(len(part.old) for part in parts) < MANY)
 
 
 def choose_all(parts: Sequence[Part], threshold: float, hysteresis: float) -> None:
-    if not on_device(parts):
+    if not are_together(parts):
         for part in parts:
             part.choose(threshold, hysteresis)
         return
@@ -223,7 +224,7 @@ def choose_all(parts: Sequence[Part], threshold: float, hysteresis: float) -> No
 
 def changes_of(parts: Sequence[Part], net: bool = False) -> list[list[int]]:
     """Values that go and that come, of each part: see Part.exchanged and, where it is `net`, Part.change."""
-    if not on_device(parts) or parts[0].new.dtype == torch.bool:
+    if not are_together(parts) or parts[0].new.dtype == torch.bool:
         return listed(part.change() if net else part.exchanged() for part in parts)
     new, old = (torch.cat(each) for each in zip(*((part.new, part.old) for part in parts)))
     # In one dimension: sums of two rows would take two of the GPU's processors.
