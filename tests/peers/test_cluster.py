@@ -126,9 +126,13 @@ def test_gloo_meets_over_the_links_and_steps_can_be_counted_from_inside(tmp_path
         "dist.init_process_group('gloo')\n"
         "values, out = torch.ones(4_000_000), torch.empty(4_000_000)\n"
         "dist.all_to_all_single(out, values)\n"
-        "dist.barrier(); before = link_bytes(); dist.barrier()\n"
-        "dist.all_to_all_single(out, values)\n"
-        "dist.barrier(); print(link_bytes().since(before).sent)\n"
+        "sent = []\n"
+        # A machine that was busy acknowledges late, and TCP sends again: the least of several is what there is to send.
+        "for _ in range(4):\n"
+        "    dist.barrier(); before = link_bytes(); dist.barrier()\n"
+        "    dist.all_to_all_single(out, values)\n"
+        "    dist.barrier(); sent.append(link_bytes().since(before).sent)\n"
+        "print(min(sent))\n"
         "dist.destroy_process_group()\n"
     )
     with Cluster(2, 1) as cluster:
