@@ -160,16 +160,22 @@ def test_it_goes_on_alike_in_a_copy(monkeypatch):
         assert torch.equal(found, wanted)
 
 
-def test_a_round_without_device_memory_changes_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    "where", ["unequal.storage.narrow.NarrowStorage._slab", "unequal.width.parts.steadily"], ids=["slabs", "choosing"]
+)
+def test_a_round_without_device_memory_changes_nothing(monkeypatch, where):
     monkeypatch.setenv("UNEQUAL_KERNELS", "triton")
     module = embeddings(uq.Width(budget="30%", every=1000))
     train(module, batches(3, size=8))
     before = module.state_dict()
+    assert module._rounds is not None
+    # Where the threshold is looked for the same is asked of a sample, which is small.
+    monkeypatch.setattr("unequal.width.rounds.threshold_of", lambda *_: 1e-3)
 
-    def short(self, k, rows):
+    def short(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(NarrowStorage, "_slab", short)
+    monkeypatch.setattr(where, short)
     with pytest.warns(UserWarning, match="found no memory .*CUDA out of memory"):
         assert module._rounds.round(8).failed
     after = module.state_dict()

@@ -208,11 +208,12 @@ def are_together(parts: Sequence[Part]) -> bool:
     return bool(parts) and (on_device or sum(len(part.old) for part in parts) < MANY)
 
 
-def choose_all(parts: Sequence[Part], threshold: float, hysteresis: float) -> None:
+def choose_all(parts: list[Part], threshold: float, hysteresis: float) -> list[Part]:
+    """The parts, with the widths that their rows have at this threshold."""
     if not are_together(parts):
         for part in parts:
             part.choose(threshold, hysteresis)
-        return
+        return parts
     for members in by_shape(parts):
         first = members[0]
         utilities, held = (torch.cat(each) for each in zip(*((part.rows.utilities, part.held) for part in members)))
@@ -220,6 +221,7 @@ def choose_all(parts: Sequence[Part], threshold: float, hysteresis: float) -> No
         new = steadily(first.policy, rows, held, threshold, hysteresis)
         for part, own in zip(members, torch.split(new, [len(part.held) for part in members])):
             part.new = own
+    return parts
 
 
 def changes_of(parts: Sequence[Part], net: bool = False) -> list[list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..optim import Optimizer
@@ -170,9 +171,9 @@ class Rounds:
         budget = self._budget(group, step)
         parts = self._parts(group, budget)
         threshold = threshold_of(samples_of(parts), budget, self.width.hysteresis, self.total)
-        choose_all(parts, threshold, self.width.hysteresis)
+        self._together(lambda: choose_all(parts, threshold, self.width.hysteresis))
         held = self.total(float(sum(part.storage.values for part in parts)))
-        shrinks, grows = self._sums(changes_of(parts, net=True), 2)
+        shrinks, grows = self._sums(self._together(lambda: changes_of(parts, net=True)), 2)
         if shrinks + grows > self.width.most * budget:
             allowed = self.width.most * budget / (shrinks + grows)
             # What is over the budget goes at once: it is smaller than it was, or shrinks.
@@ -181,7 +182,7 @@ class Rounds:
                     part.grow_less(part.draw(step), allowed)
                 else:
                     part.hold_back(part.draw(step), allowed)
-            shrinks, grows = self._sums(changes_of(parts, net=True), 2)
+            shrinks, grows = self._sums(self._together(lambda: changes_of(parts, net=True)), 2)
         over = held + grows - shrinks - budget
         if over > 0:
             self._cut_growth(parts, over, step)
@@ -253,6 +254,8 @@ class Rounds:
             made = work()
         except MemoryError as error:
             missing = error
+        except torch.OutOfMemoryError as error:  # a GPU says it in its own way
+            missing = MemoryError(str(error).split(". ")[0])
         if self.total(float(missing is not None)):
             raise missing if missing is not None else MemoryError("no memory on another rank")
         return made
