@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -199,7 +199,7 @@ class Rounds:
             puts.pop(0)()  # what it holds goes with it
         return sum(went for went, _ in changes), sum(came for _, came in changes)
 
-    def _sums(self, numbers: Iterable[Iterable[int]], count: int) -> list[float]:
+    def _sums(self, numbers: list[list[int]], count: int) -> list[float]:
         """Of so many numbers of all tables on all ranks; some may have no table."""
         return [self.total(float(sum(part))) for part in zip(*numbers, [0] * count)]
 
