@@ -6,7 +6,7 @@ At 100% all rows of all tables are there, whole. At 10% the tables have come to 
 are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `model` a step of a
 DLRM over the same tables (pooled features alone). `round` is what a round takes when rows have come to their widths. Its share is
 that of a round every 1,000 steps. Everything is timed by the clock before the first kernel is looked at, and each workload in a
-process of its own: once it was used, the profiler makes the host slower for good.
+process of its own: once it was used, the profiler makes launches slower for the rest of the process.
 """
 
 from __future__ import annotations

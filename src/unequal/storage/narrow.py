@@ -7,8 +7,7 @@ rounds rows are only added, while the purse lasts; a round changes widths, lays 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,6 @@ from .records import joined
 
 __all__ = ["Census", "NarrowStorage", "Narrowing", "Purse"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 INDEX_BITS = 31
 """of a slot, as the directory holds it"""
 CHUNK = 65536
@@ -37,19 +34,6 @@ PIECE = 1 << 20
 """rows that are counted at a time"""
 MOST_GAIN = 2.0**40
 """The measure that utilities are kept in grows up to this; then they are all made smaller."""
-
-
-def _as_memory_error(work: Callable[P, R]) -> Callable[P, R]:
-    """A GPU without memory says so in its own way."""
-
-    @wraps(work)
-    def call(*arguments: P.args, **options: P.kwargs) -> R:
-        try:
-            return work(*arguments, **options)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error).split(". ")[0]) from None
-
-    return call
 
 
 class NarrowStorage(FollowingStorage):
@@ -202,19 +186,23 @@ class NarrowStorage(FollowingStorage):
 
     def _grow(self, k: int, rows: int, spare: bool = True) -> None:
         """Room for so many rows of a class; with `spare` for some more."""
-        held, size = self.records.slabs[k], 1 << self.records.slab_log2
-        if sum(slab.shape[0] for slab in held[-1:]) + max(0, len(held) - 1) * size >= rows:
+        if self._room(k) >= rows:
             return
+        size = 1 << self.records.slab_log2
         whole = -(-rows // size) * size
         kept, new = self._enlarged(k, whole if spare else rows)
         self._replace(k, kept, new)
         self._changed()
 
+    def _room(self, k: int) -> int:
+        """For so many rows of a class its slabs are there: all but the last have 2^slab_log2."""
+        held = self.records.slabs[k]
+        return ((len(held) - 1) << self.records.slab_log2) + held[-1].shape[0] if held else 0
+
     def _enlarged(self, k: int, rows: int) -> tuple[int, list[Tensor]]:
-        """How many slabs of a class stay as they are, and those that follow, where it has exactly so many rows: all but the last
-        have 2^slab_log2."""
+        """How many slabs of a class stay as they are, and those that follow, where it has exactly so many rows."""
         held, size = self.records.slabs[k], 1 << self.records.slab_log2
-        if rows == sum(slab.shape[0] for slab in held):
+        if rows == self._room(k):  # so it is with most classes in most rounds
             return len(held), []
         sizes = [min(size, rows - first) for first in range(0, rows, size)]
         same = [slab.shape[0] == wanted for slab, wanted in zip(held, sizes)]
@@ -234,7 +222,6 @@ class NarrowStorage(FollowingStorage):
 
     # A round
 
-    @_as_memory_error
     def census(self) -> Census:
         """Utilities in it have faded to now, so that they are comparable with those of other tables."""
         records = self.records
@@ -286,7 +273,6 @@ class NarrowStorage(FollowingStorage):
         slabs = [slab[:, words] for slab in self.records.slabs[k]]
         return torch.cat(slabs)[: self.counts[k]]
 
-    @_as_memory_error
     def class_counts(self, chunks: Tensor) -> Tensor:
         """How many rows have none, one, two … of so many chunks."""
         if not self.kernels.on_device:
@@ -298,7 +284,6 @@ class NarrowStorage(FollowingStorage):
             counts += (part == each[:, None]).sum(1)
         return counts
 
-    @_as_memory_error
     def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None, rows: list[int]) -> Callable[[], None]:
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
         no memory worth the name: where memory is short, it is short before anything has changed. `rows`: see class_counts."""
@@ -330,7 +315,6 @@ class NarrowStorage(FollowingStorage):
 
         return put
 
-    @_as_memory_error
     def prepare_unchanged(self) -> Callable[[], None]:
         """As `prepare`, where no row changes: what those that came since the last round have to spare is given back."""
         if self.counts == self._laid_out:

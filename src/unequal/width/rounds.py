@@ -247,7 +247,7 @@ class Rounds:
         return means(columns, utilities, self.totals)
 
     def _together(self, work: Callable[[], list[Made]]) -> list[Made]:
-        """What it gives, unless some rank has no memory for it: then all have none."""
+        """What it gives, unless some rank has no memory for it, on the host or on its GPU: then all have none."""
         made: list[Made] = []
         missing: MemoryError | None = None
         try:
