@@ -148,6 +148,7 @@ def _answer(module, name, rank, world, ranks_per_node, store, timeout, arguments
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
         )
+        dist.barrier()  # a rank that is done at once would close its connections while others still make theirs
         function = attrgetter(name)(importlib.import_module(module))
         answer = pickle.dumps((True, function(rank, world, *pickle.loads(arguments))))
     except BaseException:

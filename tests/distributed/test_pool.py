@@ -59,6 +59,11 @@ def test_runs_on_every_rank(pool, world):
     assert all(torch.equal(result[3], values[:world].sum(0)) for result in results)
 
 
+def test_ranks_that_have_nothing_to_do_wait_until_all_are_connected(pool):
+    for _ in range(50):
+        pool.run(uninitialised, world=4)
+
+
 def test_a_failing_rank_is_named_and_all_workers_are_replaced(pool):
     pool.run(add_up, torch.zeros(4, 2), world=3)
     before = pool.pids
