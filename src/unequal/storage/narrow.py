@@ -227,17 +227,15 @@ class NarrowStorage(FollowingStorage):
         records = self.records
         ids, slots = self.directory.entries()
         # So that it does not matter how the directory lies.
-        if self.kernels.order_by_id is not None:
-            ids, slots = self.kernels.order_by_id(ids, slots)
-        else:
-            ids, order = ids.sort()
-            slots = slots[order]
+        if not self.directory.in_order:
+            ids, slots = self._by_id(ids, slots)
         live = ids.numel()
         utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
         known, names = self.candidates()
         rowless = (self.directory.find(names) < 0).nonzero()[:, 0]  # some have got a row since
-        names, order = names[rowless].sort()
-        known = known[rowless[order]]
+        names, known = names[rowless], known[rowless]
+        if not self.how.by_id:
+            names, known = self._by_id(names, known)
         # One after the other, so that no two of them are there twice at a time.
         ids = torch.cat([ids, names])
         slots = torch.cat([slots, known << records.class_bits])
@@ -246,6 +244,13 @@ class NarrowStorage(FollowingStorage):
         utilities.mul_(1 / records.gain).nan_to_num_(nan=0.0, posinf=1e30)
         masks = None if masks is None else torch.cat([masks, torch.zeros_like(known)])
         return Census(ids, slots, utilities, masks, live)
+
+    def _by_id(self, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kernels.order_by_id is not None:
+            ordered: tuple[Tensor, Tensor] = self.kernels.order_by_id(ids, slots)
+            return ordered
+        ids, order = ids.sort()
+        return ids, slots[order]
 
     def _worth(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         """Utilities and masks of live rows."""

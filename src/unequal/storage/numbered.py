@@ -11,6 +11,7 @@ class NumberedDirectory:
     directory of live rows: what they must know of it is in its kind."""
 
     NUMBERED = 3
+    in_order = True
 
     def __init__(self, bound: int, part: int, of: int, chunks: int, class_bits: int, device: torch.device) -> None:
         self.bound, self.part, self.of, self.chunks, self.class_bits = bound, part, of, chunks, class_bits

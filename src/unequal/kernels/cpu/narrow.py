@@ -99,6 +99,11 @@ class NarrowDirectory:
         return ids, slots
 
     @property
+    def in_order(self) -> bool:
+        """Whether entries come by id."""
+        return self.kind == self.ARRAY
+
+    @property
     def bytes(self) -> int:
         return self.memory.nbytes
 

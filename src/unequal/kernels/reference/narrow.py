@@ -95,6 +95,8 @@ bucket_of = spread_over
 
 
 class NarrowDirectory:
+    in_order = False
+
     def __init__(self, bound: int | None, rows: int = 0) -> None:
         self._slots: dict[int, int] = {}
 

@@ -217,6 +217,11 @@ class NarrowDirectory:
         return keys[slots >= 0], slots[slots >= 0].long()
 
     @property
+    def in_order(self) -> bool:
+        """Whether entries come by id."""
+        return bool(self.kind == ARRAY.value)
+
+    @property
     def bytes(self) -> int:
         return self.memory.nbytes
 
@@ -240,19 +245,21 @@ def known_candidates(
 
 @triton.jit
 def place_of_newcomer(
-    keys, utilities, stamps, newcomers, buckets, each, step, class_bits, ids, missing, WAYS: tl.constexpr
+    keys, utilities, stamps, newcomers, buckets, each, most, step, class_bits, ids, missing, WAYS: tl.constexpr
 ):
-    """The slots of the newcomers that are taken up: each in the place of the least useful candidate that was not read now."""
+    """The slots of the newcomers that are taken up: each in the place of the least useful candidate that was not read now. What
+    tells about a table may be one number for all ids, or one for each; `most`: the largest of `each`."""
     bucket = spread_over(ids, buckets)
     mine = missing & (tl.load(newcomers + bucket, mask=missing, other=0) == ids)
     best = tl.full(ids.shape, -1, tl.int64)
     least = tl.zeros(ids.shape, tl.float32)
+    each = each + tl.zeros_like(ids)
     if _any(mine):
         for way in tl.static_range(WAYS):
             place = bucket * WAYS + way
             utility = tl.zeros(ids.shape, tl.float32)
-            for k in range(each):
-                utility += tl.load(utilities + place * each + k, mask=mine, other=0.0)
+            for k in range(most):
+                utility += tl.load(utilities + place * each + k, mask=mine & (k < each), other=0.0)
             free = mine & (tl.load(stamps + place, mask=mine, other=0) != step)
             better = free & ((best < 0) | (utility < least))
             best = tl.where(better, place, best)
@@ -262,9 +269,10 @@ def place_of_newcomer(
 
 @triton.jit
 def enter_newcomer(
-    keys, utilities, stamps, newcomers, buckets, each, step, class_bits, ids, slots, here, WAYS: tl.constexpr
+    keys, utilities, stamps, newcomers, buckets, each, most, step, class_bits, ids, slots, here, WAYS: tl.constexpr
 ):
     """Writes them down. An id that comes twice does so twice, the same. Buckets forget their newcomers."""
+    each = each + tl.zeros_like(ids)
     candidate = here & ((slots < 0) | ((slots & ((1 << class_bits) - 1)) == 0))
     if _any(candidate):
         bucket = spread_over(ids, buckets)
@@ -278,8 +286,8 @@ def enter_newcomer(
         )
         tl.store(keys + place, ids, mask=new)
         tl.store(stamps + place, tl.zeros_like(ids).to(tl.int32) + step, mask=new)
-        for k in range(each):
-            tl.store(utilities + place * each + k, tl.zeros(ids.shape, tl.float32), mask=new)
+        for k in range(most):
+            tl.store(utilities + place * each + k, tl.zeros(ids.shape, tl.float32), mask=new & (k < each))
 
 
 @triton.jit(do_not_specialize=["buckets", "each", "step", "class_bits", "count"])
@@ -298,11 +306,11 @@ def _follow(
         tl.store(slots + i, found, mask=missing)
     elif PHASE == 1:
         found = place_of_newcomer(
-            keys, utilities, stamps, newcomers, buckets, each, step, class_bits, id_, missing, WAYS
+            keys, utilities, stamps, newcomers, buckets, each, each, step, class_bits, id_, missing, WAYS
         )  # fmt: skip
         tl.store(slots + i, found, mask=missing)
     else:
-        enter_newcomer(keys, utilities, stamps, newcomers, buckets, each, step, class_bits, id_, slot, here, WAYS)
+        enter_newcomer(keys, utilities, stamps, newcomers, buckets, each, each, step, class_bits, id_, slot, here, WAYS)
 
 
 def follow(

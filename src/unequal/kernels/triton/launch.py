@@ -38,16 +38,17 @@ def launch(
     constants: tuple[Any, ...] = (),
     *,
     warps: int = 1,
+    registers: int | None = None,
 ) -> None:
     """`compiled` keeps what Triton made, by the kernel and `key`, which must tell apart everything that Triton makes different
     code for: the constants, which arguments are None, dtypes, alignments, numbers beyond 32 bits. Numbers that change from step
-    to step are not to be specialised on."""
+    to step are not to be specialised on. `registers`: of a thread, at the most."""
     if not programs:
         return
     known = compiled.get((kernel.__name__, key))
     if known is not None:
         known[programs, 1, 1](*arguments, *constants)
         return
-    made = kernel[(programs,)](*arguments, *constants, num_warps=warps)
+    made = kernel[(programs,)](*arguments, *constants, num_warps=warps, maxnreg=registers)
     if not INTERPRETED:
         compiled[kernel.__name__, key] = made

@@ -23,7 +23,7 @@ from .directory import (
     put_in_array,
 )
 from .initialize import fresh, nearest
-from .launch import aligned, ceil_div, launch
+from .launch import INTERPRETED, aligned, ceil_div, launch
 from .layout import Layout, layout_of
 from .lookup import note
 from .optimizers import state_width
@@ -38,6 +38,8 @@ TILE = 512
 FIND, FOLLOW, CHOOSE, ENTER = 0, 1, 2, 3
 """what a launch does: find rows (and candidates at once, where nothing comes between), candidates, places of newcomers, and
 writing these down"""
+SETTLERS = 16 * 132 if not INTERPRETED else 2
+"""programs of settle_newcomers, which take these in turn"""
 
 
 class Directories:
@@ -62,16 +64,22 @@ class Directories:
             first += count * 8
         self.fields = torch.tensor(fields, dtype=torch.int64).to(device)
         self.bounded = any(directory.bound is not None for directory, *_ in tables)
+        self.counters = torch.zeros(2, dtype=torch.int32, device=device)
+        """how many ids are neither rows nor candidates: of this step, and of the one before, in turn"""
+        self.turn = 0
 
 
-@triton.jit(do_not_specialize=["size", "count", "batch_features", "step"])
+@triton.jit(do_not_specialize=["size", "count", "batch_features", "step", "turn"])
 def locate_ids(
-    places, features, directories, ids, slots, offsets, owners, wrong, size, count, batch_features, step,
+    places, features, directories, ids, slots, offsets, owners, wrong, waiting, counters, size, count, batch_features, step, turn,
     COUNT: tl.constexpr, IDS: tl.constexpr, WAYS: tl.constexpr, PHASE: tl.constexpr, AT_ONCE: tl.constexpr,
-    OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr,
+    OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """A program takes IDS positions of the batch, feature by feature where they belong to several. `owners` ← the table of ids
-    without a row, or -1."""
+    without a row, or -1. `waiting` ← table << 32 | position of newcomers, which are few, in any order."""
+    if COUNTED:
+        if tl.program_id(0) == 0:  # of the step before, and of the next
+            tl.store(counters + (1 - turn), 0)
     begin = tl.program_id(0).to(tl.int64) * IDS
     positions = begin + tl.arange(0, IDS)
     end = tl.minimum(begin + IDS, count)
@@ -115,30 +123,61 @@ def locate_ids(
                         candidate = known_candidates(
                             keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
                         )  # fmt: skip
+                        if LISTED:
+                            list_newcomers(waiting, counters + turn, table, positions, missing & (candidate < 0))
                     slot = tl.where(missing, candidate, slot)
             tl.store(slots + positions, tl.where(inside, slot, -1), mask=here)
         else:
             slot = tl.load(slots + positions, mask=inside, other=0)
             missing = inside & (slot < 0)
             if followed == 2:
-                if PHASE == 1:
-                    tl.store(slots + positions, id_ << class_bits, mask=missing)
+                tl.store(slots + positions, id_ << class_bits, mask=missing)
             elif followed != 0:
-                if PHASE == 1:
-                    slot = known_candidates(
-                        keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
-                    )  # fmt: skip
-                    tl.store(slots + positions, slot, mask=missing)
-                elif PHASE == 2:
-                    slot = place_of_newcomer(
-                        keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
-                    )  # fmt: skip
-                    tl.store(slots + positions, slot, mask=missing)
-                else:
-                    enter_newcomer(
-                        keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, slot, inside, WAYS
-                    )  # fmt: skip
+                slot = known_candidates(
+                    keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
+                )  # fmt: skip
+                tl.store(slots + positions, slot, mask=missing)
+                if LISTED:
+                    list_newcomers(waiting, counters + turn, table, positions, missing & (slot < 0))
         begin = feature_end
+
+
+@triton.jit
+def list_newcomers(waiting, counter, table, positions, new):
+    count = tl.sum(new.to(tl.int32), 0)
+    if count > 0:
+        first = tl.atomic_add(counter, count, sem="relaxed")
+        tl.store(waiting + first + tl.cumsum(new.to(tl.int32), 0) - 1, (table << 32) | positions, mask=new)
+
+
+@triton.jit(do_not_specialize=["step", "turn"])
+def settle_newcomers(
+    directories, ids, slots, waiting, counters, step, turn, IDS: tl.constexpr, WAYS: tl.constexpr, ENTER: tl.constexpr
+):
+    """Chooses places for those that were listed, or writes them down there."""
+    count = tl.load(counters + turn)
+    for first in range(tl.program_id(0) * IDS, count, tl.num_programs(0) * IDS):
+        i = first + tl.arange(0, IDS)
+        here = i < count
+        entry = tl.load(waiting + i, mask=here, other=0)
+        own, position = directories + (entry >> 32) * DIRECTORY_FIELDS, entry & 0xFFFFFFFF
+        keys = tl.load(own + 3).to(tl.pointer_type(tl.int64))
+        utilities = tl.load(own + 4).to(tl.pointer_type(tl.float32))
+        stamps = tl.load(own + 5).to(tl.pointer_type(tl.int32))
+        newcomers = tl.load(own + 6).to(tl.pointer_type(tl.int64))
+        buckets, each, class_bits = tl.load(own + 7), tl.load(own + 8), tl.load(own + 9) & 255
+        most, now = tl.max(tl.where(here, each, 0), 0), (tl.load(own + 10) + step).to(tl.int32)
+        id_ = tl.load(ids + position, mask=here, other=0)
+        if ENTER:
+            slot = tl.load(slots + position, mask=here, other=0)
+            enter_newcomer(
+                keys, utilities, stamps, newcomers, buckets, each, most, now, class_bits, id_, slot, here, WAYS
+            )  # fmt: skip
+        else:
+            slot = place_of_newcomer(
+                keys, utilities, stamps, newcomers, buckets, each, most, now, class_bits, id_, here, WAYS
+            )  # fmt: skip
+            tl.store(slots + position, slot, mask=here)
 
 
 def locate_all(
@@ -156,15 +195,35 @@ def locate_all(
     """Fills the slots of all ids. `owners` (int32, like ids) ← the table of every id that has no row, or -1. Ids outside a table
     are left in `wrong`, see lookup. `counted`: ids are counted, and those without a row. Waits for nothing."""
     layout, count = layout_of(request), request.ids.numel()
+    waiting = torch.empty_like(slots) if CHOOSE in phases else None
+    if counted:  # a step begins
+        directories.turn = 1 - directories.turn
     arguments = (
-        layout.places, layout.features, directories.fields, request.ids, slots, request.offsets, owners, wrong, request.size,
-        count, layout.batch_features, step,
+        layout.places, layout.features, directories.fields, request.ids, slots, request.offsets, owners, wrong, waiting,
+        directories.counters, request.size, count, layout.batch_features, step, directories.turn,
     )  # fmt: skip
     noted = wrong is not None and directories.bounded
     whole = aligned(request.ids, request.offsets)
     for phase in phases:
-        constants = (len(layout.places), IDS, WAYS, phase, at_once, owners is not None, noted, counted)
-        key = (phase, at_once, owners is None, wrong is None, noted, counted, whole)
+        if phase in (CHOOSE, ENTER):
+            launch(
+                layout.compiled, (phase, whole), settle_newcomers, min(SETTLERS, ceil_div(count, IDS)),
+                (directories.fields, request.ids, slots, waiting, directories.counters, step, directories.turn),
+                (IDS, WAYS, phase == ENTER),
+            )  # fmt: skip
+            continue
+        constants = (
+            len(layout.places),
+            IDS,
+            WAYS,
+            phase,
+            at_once,
+            owners is not None,
+            noted,
+            counted,
+            waiting is not None,
+        )
+        key = (phase, at_once, owners is None, wrong is None, noted, counted, waiting is None, whole)
         launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..request import Request
 from . import sorting
 from .launch import INTERPRETED, launch
-from .layout import Layout, layout_of, warps_for
+from .layout import Group, Layout, layout_of, warps_for
 from .narrow_update import join_pieces_narrow, update_pieces_narrow
 from .optimizers import NUMBERS, apply, state_width
 from .random import row_key
@@ -26,8 +26,10 @@ from .rows import SLAB_FIELDS, rows_in_tile, values_of
 from .sorting import Sorted, row_places, sort
 from .summing import sum_of_piece, sum_of_run
 
-TILE = 256
-"""values a program of update_pieces holds: 2 rows of 128"""
+TILE = 128
+"""values a program of update_pieces, a warp, holds: one row of 128, or several"""
+REGISTERS = 64
+"""of its threads, with which as many programs as a processor takes, 32, fit on it. Rows wider than the tile need more"""
 JOIN = 128
 """partial sums that join_pieces adds at a time"""
 PROGRAMS, JOINERS = (256 * 132, 8 * 132) if not INTERPRETED else (8, 2)
@@ -192,6 +194,10 @@ def join_pieces(
                 )  # fmt: skip
 
 
+def _registers(group: Group) -> int | None:
+    return REGISTERS if max(group.dims) <= TILE else None
+
+
 def update(
     request: Request,
     pooled: Tensor | None,
@@ -251,7 +257,7 @@ def _apply(
              *shared, group.number),
             (unit, sorting.PIECE, group.dims, layout.widest, TILE, group.dtype, group.optimizer,
              work.factors is not None, firsts is not None, mixed),
-            warps=warps_for(max(group.dims)),
+            warps=warps_for(max(group.dims)), registers=_registers(group),
         )  # fmt: skip
         launch(
             compiled, group.number, join_pieces, min(JOINERS, count),
@@ -289,7 +295,7 @@ def _apply_narrow(
              gradients, firsts, partial, *tables, group.number, layout.widest // unit),
             (unit, sorting.PIECE, group.dims, TILE, group.dtype, group.optimizer, work.factors is not None,
              firsts is not None, mixed, *group.narrow),
-            warps=warps_for(max(group.dims)),
+            warps=warps_for(max(group.dims)), registers=_registers(group),
         )  # fmt: skip
         launch(
             layout.compiled, group.number, join_pieces_narrow, min(JOINERS, count),
