@@ -25,7 +25,7 @@ from .gpu_workloads import DIM, NAMES, GpuWorkload, workload
 from .report import merge, stamp
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-ORDER = ("limits", "embedding_step", "dlrm", "width", "training")
+ORDER = ("limits", "embedding_step", "dlrm", "width", "width_memory", "training")
 """of the parts of that file"""
 BATCHES = 4
 # Milliseconds on an H200: (forward, step). Not remade here: FBGEMM does not install from where this runs.

@@ -1,6 +1,6 @@
 """A training step with rows as wide as they deserve over the same step with plain tables, on one GPU, and what the
-tables take of its memory: `python -m benchmarks.width_gpu [P S]`, into results/gpu.json. Needs torch, Triton and numpy alone, and
-runs from the source tree (PYTHONPATH=src).
+tables take of its memory: `python -m benchmarks.width_gpu`, into results/gpu.json. Needs torch, Triton and numpy
+alone, and runs from the source tree (PYTHONPATH=src).
 
 At 100% all rows of all tables are there, whole. At 10% the tables have come to their widths in WARM_UP steps; then no more rows
 are added, as when a budget is spent. `device` is the sum of a step's kernels, where the host has no part; `model` a step of a
@@ -32,6 +32,8 @@ WARM_UP, EVERY, ROUNDS = 128, 32, 7
 INTERVAL = 1000
 """steps between rounds, as a recipe has it by default"""
 SIDES = ("plain", "100%", "10%")
+WORKLOADS = ("P", "S")
+PARTS = (*WORKLOADS, "memory")
 MEMORY_ROWS = 10_000_000
 PIECE = 1 << 20
 """rows that are made at a time"""
@@ -172,16 +174,18 @@ def memory() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.width_gpu", description=__doc__)
-    parser.add_argument("workloads", nargs="*", default=["P", "S"])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     arguments, origin = asked(parser)
     steps = []
-    for name in arguments.workloads:
+    for name in (name for name in WORKLOADS if name in arguments.only):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             steps.append(alone.submit(measure, name).result())
         print({key: part for key, part in steps[-1].items() if not isinstance(part, dict)}, flush=True)
         print({side: {k: v for k, v in steps[-1][side].items() if k != "kernels_us"} for side in SIDES}, flush=True)
-    result = {"steps": steps, "memory": memory()}
-    merge(arguments.output, {"width": origin | {"results": result}}, ORDER)
+    if steps:
+        merge(arguments.output, {"width": origin | {"results": steps}}, ORDER)
+    if "memory" in arguments.only:
+        merge(arguments.output, {"width_memory": origin | {"results": memory()}}, ORDER)
 
 
 if __name__ == "__main__":
