@@ -30,6 +30,8 @@ TILE = 128
 """values a program of update_pieces, a warp, holds: one row of 128, or several"""
 REGISTERS = 64
 """of its threads, with which as many programs as a processor takes, 32, fit on it. Rows wider than the tile need more"""
+WIDE_TILE = 256
+"""the same where rows have 16 bits: what is rounded takes more registers than that leaves"""
 JOIN = 128
 """partial sums that join_pieces adds at a time"""
 PROGRAMS, JOINERS = (256 * 132, 8 * 132) if not INTERPRETED else (8, 2)
@@ -194,8 +196,12 @@ def join_pieces(
                 )  # fmt: skip
 
 
+def _tile(group: Group) -> int:
+    return TILE if group.dtype == tl.float32 else WIDE_TILE
+
+
 def _registers(group: Group) -> int | None:
-    return REGISTERS if max(group.dims) <= TILE else None
+    return REGISTERS if group.dtype == tl.float32 and max(group.dims) <= TILE else None
 
 
 def update(
@@ -255,7 +261,7 @@ def _apply(
             min(PROGRAMS, count),
             (work.pieces, work.places, work.counters, work.order, work.sources, work.factors, gradients, firsts, partial,
              *shared, group.number),
-            (unit, sorting.PIECE, group.dims, layout.widest, TILE, group.dtype, group.optimizer,
+            (unit, sorting.PIECE, group.dims, layout.widest, _tile(group), group.dtype, group.optimizer,
              work.factors is not None, firsts is not None, mixed),
             warps=warps_for(max(group.dims)), registers=_registers(group),
         )  # fmt: skip
@@ -293,7 +299,7 @@ def _apply_narrow(
             update_pieces_narrow, min(PROGRAMS, count),
             (work.keys, work.pieces, work.places, work.kinds, work.counters, work.order, work.sources, work.factors,
              gradients, firsts, partial, *tables, group.number, layout.widest // unit),
-            (unit, sorting.PIECE, group.dims, TILE, group.dtype, group.optimizer, work.factors is not None,
+            (unit, sorting.PIECE, group.dims, _tile(group), group.dtype, group.optimizer, work.factors is not None,
              firsts is not None, mixed, *group.narrow),
             warps=warps_for(max(group.dims)), registers=_registers(group),
         )  # fmt: skip
