@@ -134,9 +134,11 @@ class Training:
 
     def stop_rounds(self) -> None:
         """Rows stay as wide as they are, and there are no new ones."""
+        from unequal.width.intervals import Intervals
+
         rounds = self.embeddings._rounds
         assert rounds is not None
-        rounds.width = replace(rounds.width, every=1 << 40, adapt=False)
+        rounds.width, rounds.intervals = replace(rounds.width, adapt=False), Intervals(1 << 40)
         for group in rounds.groups:
             group.purse.left = 0.0
 

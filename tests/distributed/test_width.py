@@ -364,7 +364,7 @@ def round_between(rank, world, problem, placement):
 
 @pytest.mark.parametrize("gradients", ["whole", "norms"])
 def test_a_round_between_forward_and_backward(pool, gradients):
-    problem = problem_of(steps=6, gradients=gradients, every=1000, budget="30%", start="small", hysteresis=0.0)
+    problem = problem_of(steps=6, gradients=gradients, every=10**6, budget="30%", start="small", hysteresis=0.0)
     changed = pool.run(round_between, problem, placement_of(problem, 2, None, "tiers"), world=2)
     assert all(changed)
 
@@ -390,7 +390,7 @@ def round_without_memory(rank, world, problem, placement):
 
 
 def test_where_one_rank_has_no_memory_no_rank_changes(pool):
-    problem = problem_of(steps=8, every=1000, budget="30%", start="small", hysteresis=0.0)
+    problem = problem_of(steps=8, every=10**6, budget="30%", start="small", hysteresis=0.0)
     (first, same), (second, alike) = pool.run(
         round_without_memory, problem, placement_of(problem, 2, None, "row_wise"), world=2
     )

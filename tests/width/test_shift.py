@@ -11,6 +11,7 @@ import unequal as uq
 from unequal.storage.tally import Tally
 from unequal.train import checkpoint
 from unequal.width import Shifts
+from unequal.width.intervals import Intervals
 from unequal.width.shift import KNOWN, Usual
 
 from .test_width import device
@@ -48,7 +49,10 @@ def others(seed=5):
 def embeddings(width, rows=ROWS):
     first, second = uq.Table("first", rows=rows, dim=8), uq.Table("second", rows=rows, dim=4)
     features = {"a": uq.Feature(first, pooling="mean"), "b": uq.Feature(second, pooling="sum")}
-    return uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.05), width=width, device=device())
+    module = uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.05), width=width, device=device())
+    if width is not None:  # rounds are as far apart from the start on as they are after a long time
+        module._rounds.intervals = Intervals(width.every, rows=1e9)
+    return module
 
 
 def train(module, data):

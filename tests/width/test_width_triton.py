@@ -66,7 +66,7 @@ def test_16_bits(both, policy, dtype):
 def test_a_table_by_itself_and_all_at_once_are_the_same(monkeypatch, rows, budget):
     """What a rank's shards are asked one by one, a module's tables are asked together; candidates by number, and by hashing."""
     monkeypatch.setenv("UNEQUAL_KERNELS", "triton")
-    width = uq.Width(budget=budget, every=1000)
+    width = uq.Width(budget=budget, every=10**6)
     together, apart = embeddings(width, rows=rows), embeddings(width, rows=rows)
     assert together._storages["first"].how.by_id == (rows == 60)
     data = list(batches(4, size=12, rows=rows))
@@ -165,7 +165,7 @@ def test_it_goes_on_alike_in_a_copy(monkeypatch):
 )
 def test_a_round_without_device_memory_changes_nothing(monkeypatch, where):
     monkeypatch.setenv("UNEQUAL_KERNELS", "triton")
-    module = embeddings(uq.Width(budget="30%", every=1000))
+    module = embeddings(uq.Width(budget="30%", every=10**6))
     train(module, batches(3, size=8))
     before = module.state_dict()
     assert module._rounds is not None

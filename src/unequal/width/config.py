@@ -57,7 +57,7 @@ class Width:
     chunk: int | None = None
     """values that come and go together; without it each table has about 16 chunks"""
     every: int = 1000
-    """steps between rounds; the first ones are closer together"""
+    """steps between rounds in the long run; at the start they are closer together, see Intervals"""
     decay: float = 0.999
     """of what a row is worth, per step"""
     hysteresis: float = 0.1
@@ -156,12 +156,3 @@ class Width:
             return self.chunk
         counts = [c for c in range(1, MOST_CHUNKS + 1) if table.dim % c == 0]
         return table.dim // min(counts, key=lambda count: (abs(count - 16), count))
-
-    def is_round(self, step: int) -> bool:
-        """After so many steps: at 1/32, 1/16, … of the interval, then at each."""
-        if step % self.every == 0:
-            return step > 0
-        return self.is_early(step)
-
-    def is_early(self, step: int) -> bool:
-        return any(step == max(1, self.every >> k) for k in range(1, 6))

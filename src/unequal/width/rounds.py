@@ -15,6 +15,7 @@ from ..storage.memory import give_back_freed
 from ..storage.narrow import NarrowStorage
 from ..tables import Table
 from .config import Width
+from .intervals import Intervals
 from .measures import Totals, alone_in_all, means, percentiles
 from .parts import Part, changes_of, choose_all, listed, samples_of
 from .policy import Policy, policy_of
@@ -26,6 +27,10 @@ MARGIN = 0.05
 """by which growth is cut more than it must be: which rows grow is decided by draw"""
 CUTS = 8
 """tries to find how much of it fits, where that is not enough: some rows grow by more than others"""
+
+MUCH = 1 << 24
+"""bytes of tables on the host from which what a round needed goes back to the system. It takes what steps have freed along, which
+they must ask for again: of smaller tables a round would cost a multiple of what it does"""
 
 Made = TypeVar("Made")
 
@@ -72,6 +77,7 @@ class Rounds:
         self.policy: Policy = policy_of(width.policy)
         settling = Settling(width, tables, optimizers, ranks, shares)
         self.groups, self.how = settling.groups, settling.how
+        self.intervals = Intervals(width.every, settling.rows)
         self.reports: list[RoundReport] = []
         self.storages: dict[str, NarrowStorage] = {}
         self._warned = False
@@ -125,8 +131,8 @@ class Rounds:
         if self.width.adapt and self.shifts.ends_window(step):
             self.shifts.look(step, self.total, self._is_spent)
         since = self.shifts.since if self.width.adapt else None
-        shifted = since is not None and self.width.is_early(step - since)
-        return self.round(step, shifted) if shifted or self.width.is_round(step) else None
+        shifted = since is not None and self.intervals.is_round_after_shift(step - since)
+        return self.round(step, shifted) if shifted or self.intervals.is_round(step) else None
 
     def _is_spent(self, number: int) -> bool:
         """Whether some table of a group has to refuse new rows."""
@@ -152,7 +158,7 @@ class Rounds:
                 continue
             pruned, regained = pruned + went, regained + came
         self._fill_purses(step)
-        if any(storage.device.type == "cpu" for storage in self.storages.values()):
+        if sum(sum(storage.memory().values()) for storage in self.storages.values() if storage.device.type == "cpu") >= MUCH:
             give_back_freed()
         report = RoundReport(
             step,
