@@ -138,7 +138,7 @@ class Training:
 
         rounds = self.embeddings._rounds
         assert rounds is not None
-        rounds.width, rounds.intervals = replace(rounds.width, adapt=False), Intervals(1 << 40)
+        rounds.width, rounds.intervals = replace(rounds.width, adapt=False), Intervals(1 << 40, 1)
         for group in rounds.groups:
             group.purse.left = 0.0
 

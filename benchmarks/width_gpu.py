@@ -79,7 +79,7 @@ def settle(module: uq.Embeddings, step: Step) -> list[float]:
         step(k)
     rounds = module._rounds
     assert rounds is not None
-    rounds.intervals, rounds.shifts.every = Intervals(10**9), INTERVAL
+    rounds.intervals, rounds.shifts.every = Intervals(10**9, 1), INTERVAL
     times = []
     for number in range(ROUNDS):
         spend_all(module)

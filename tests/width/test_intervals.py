@@ -1,37 +1,54 @@
+import itertools
+
 import pytest
 
 from unequal.width.intervals import Intervals
 
 
-def rounds(intervals, last):
-    return [step for step in range(last + 1) if intervals.is_round(step)]
+def rounds(intervals, last, rows=0.0):
+    return [step for step in range(last + 1) if intervals.is_round(step, lambda: rows)]
+
+
+def between(steps):
+    return [later - sooner for sooner, later in itertools.pairwise(steps)]
 
 
 def test_rounds_are_closer_together_at_the_start():
-    steps = rounds(Intervals(1000), 24_000)
-    assert steps[:6] == [1, 2, 5, 10, 20, 40]
-    apart = [later - sooner for sooner, later in zip(steps, steps[1:])]
-    assert apart[4:51] == [20] * 31 + [40] * 16  # to step 640, and to 1,280
-    assert all(gap <= max(20, sooner / 16) for gap, sooner in zip(apart, steps))
-    assert steps[-4:] == [21_000, 22_000, 23_000, 24_000]
-    assert len(steps) < 140
+    steps = rounds(Intervals.towards(1000), 20_000)
+    assert steps[:6] == [1, 3, 7, 16, 32, 47]
+    apart = between(steps)
+    assert {15, 16} == set(apart[4:30]) and {31, 32} == set(apart[36:50])
+    assert all(gap <= max(16, sooner / 15) for gap, sooner in zip(apart, steps))
+    assert steps[-3:] == [18_000, 19_000, 20_000]
+    assert len(steps) < 130
 
 
-@pytest.mark.parametrize("every", [1, 2, 7, 19, 20])
+@pytest.mark.parametrize("every", [1, 2, 7, 19, 20, 29])
 def test_a_short_interval_is_one_from_its_first_end_on(every):
-    steps = rounds(Intervals(every, rows=1e9), 200)
+    steps = rounds(Intervals.towards(every), 200, rows=1e9)
     assert [step for step in steps if step >= every] == list(range(every, 201, every))
 
 
-def test_many_rows_have_fewer_rounds_at_the_start():
-    assert Intervals(1000, rows=300_000).first == 60
-    many = Intervals(1000, rows=10**8)
-    assert rounds(many, 3000) == [31, 62, 125, 250, 500, 1000, 2000, 3000]
+@pytest.mark.parametrize("every", [64, 1000, 1234])
+def test_many_rows_have_some_of_the_rounds_of_few(every):
+    intervals = Intervals.towards(every)
+    few, more, many = (rounds(intervals, 12_000, rows) for rows in (1e5, 5e5, 1e9))
+    assert set(few) > set(more) >= set(many)
+    assert [step for step in many if step >= every / intervals.parts] == list(range(every, 12_001, every))
+    assert min(between([step for step in more if step >= every / intervals.parts])) >= min(every, 50)
+
+
+def test_rows_are_counted_at_few_steps():
+    asked = []
+    for step in range(20_000):
+        Intervals.towards(1000).is_round(step, lambda: asked.append(0) or 0.0)
+    assert len(asked) < 130
 
 
 def test_a_long_interval_is_long_at_the_start_too():
-    assert rounds(Intervals(10**9), 100_000) == []
+    assert rounds(Intervals.towards(10**9), 100_000) == []
 
 
 def test_rounds_after_a_shift_are_parts_of_the_interval():
-    assert [since for since in range(2000) if Intervals(1000).is_round_after_shift(since)] == [31, 62, 125, 250, 500]
+    intervals = Intervals.towards(1000)
+    assert [since for since in range(2000) if intervals.is_round_after_shift(since)] == [31, 62, 125, 250, 500]

@@ -51,7 +51,7 @@ def embeddings(width, rows=ROWS):
     features = {"a": uq.Feature(first, pooling="mean"), "b": uq.Feature(second, pooling="sum")}
     module = uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.05), width=width, device=device())
     if width is not None:  # rounds are as far apart from the start on as they are after a long time
-        module._rounds.intervals = Intervals(width.every, rows=1e9)
+        module._rounds.intervals = Intervals(width.every, 1)
     return module
 
 

@@ -1,6 +1,5 @@
 """Tables whose rows are as wide as they deserve: the kernels against the reference, and what a round may and may not do."""
 
-import math
 import os
 
 import pytest

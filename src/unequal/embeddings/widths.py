@@ -74,7 +74,7 @@ class TablesOfWidth(TieredTables):
         if report is not None:
             self._generation += 1
         # Without a policy there are new rows, but no rounds: copies follow when one would be.
-        if self.copies and (report is not None or rounds.intervals.is_round(self._step)):
+        if self.copies and (report is not None or rounds.is_round(self._step)):
             self._follow_widths(everything=False)
 
     def tables_filled(

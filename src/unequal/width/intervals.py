@@ -1,37 +1,53 @@
-"""When rounds come. At the start rows have nothing to show yet and take what they need step by step, so rounds are close together;
-the longer training has gone on, the less one more of them changes."""
+"""When rounds come. At the start rows have nothing to show yet and take what they need step by step, so rounds are close
+together; the longer training has gone on, the less one more of them changes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-LEAST, SHARE = 20, 50
-"""steps between rounds at the start; or so many times fewer than in the long run, where that is more"""
-ROWS = 5_000
-"""that may live, for each of which steps at the start are one more: a round of many takes as long as several steps do"""
-PART = 16
+LEAST = 15
+"""steps between rounds"""
+PARTS = 64
+"""of an interval, at the start"""
+SHARE = 16
 """of the steps so far that lie between rounds at the most"""
+ROWS = 10_000
+"""that live, for each of which steps between rounds are one more at least: a round of many takes as long as several steps do"""
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """`every`: steps between rounds in the long run; `rows`: that may live, on all ranks."""
+    """`every`: steps between rounds in the long run. At first it is its 64th, if that is not too few; then its 32nd, its
+    16th and so on. Intervals begin where those of half the length do, so that rounds that are further apart are some of them."""
 
     every: int
-    rows: float = 0.0
+    parts: int
+    """of an interval, at the start: a power of two"""
 
-    @property
-    def first(self) -> int:
-        """Steps between rounds at the start."""
-        return min(self.every, max(LEAST, self.every // SHARE, int(self.rows / ROWS)))
+    @classmethod
+    def towards(cls, every: int) -> Intervals:
+        parts = PARTS
+        while parts > 1 and every < LEAST * parts:
+            parts //= 2
+        return cls(every, parts)
 
-    def after(self, step: int) -> int:
-        """Steps between rounds after so many: twice as many each time that training has gone on for twice as long."""
-        doubled = (step // (PART * self.first)).bit_length() - 1
-        return min(self.every, self.first << max(0, doubled))
+    def is_round(self, step: int, rows: Callable[[], float] = lambda: 0.0) -> bool:
+        """After so many steps. `rows`: how many live, on all ranks; asked at some steps, by all ranks alike."""
+        parts = self.parts
+        while parts > 1 and 2 * SHARE * self.every <= parts * step:
+            parts //= 2
+        if not self._ends(step, parts):
+            return halved(self.every // self.parts, step)
+        if parts > 1:
+            live = rows()
+            while parts > 1 and ROWS * self.every < parts * live:
+                parts //= 2
+        return self._ends(step, parts)
 
-    def is_round(self, step: int) -> bool:
-        return step > 0 and (step % self.after(step) == 0 or halved(self.first, step))
+    def _ends(self, step: int, parts: int) -> bool:
+        """Whether such a part of an interval does."""
+        return step > 0 and step * parts // self.every > (step - 1) * parts // self.every
 
     def is_round_after_shift(self, since: int) -> bool:
         """So many steps after popularity has shifted."""

@@ -77,7 +77,7 @@ class Rounds:
         self.policy: Policy = policy_of(width.policy)
         settling = Settling(width, tables, optimizers, ranks, shares)
         self.groups, self.how = settling.groups, settling.how
-        self.intervals = Intervals(width.every, settling.rows)
+        self.intervals = Intervals.towards(width.every)
         self.reports: list[RoundReport] = []
         self.storages: dict[str, NarrowStorage] = {}
         self._warned = False
@@ -132,7 +132,15 @@ class Rounds:
             self.shifts.look(step, self.total, self._is_spent)
         since = self.shifts.since if self.width.adapt else None
         shifted = since is not None and self.intervals.is_round_after_shift(step - since)
-        return self.round(step, shifted) if shifted or self.intervals.is_round(step) else None
+        return self.round(step, shifted) if shifted or self.is_round(step) else None
+
+    def is_round(self, step: int) -> bool:
+        """After so many, whether or not anything is followed. All ranks call it."""
+        return self.intervals.is_round(step, self._live)
+
+    def _live(self) -> float:
+        """Rows on all ranks."""
+        return self.total(float(sum(storage.live for storage in self.storages.values())))
 
     def _is_spent(self, number: int) -> bool:
         """Whether some table of a group has to refuse new rows."""
@@ -158,11 +166,14 @@ class Rounds:
                 continue
             pruned, regained = pruned + went, regained + came
         self._fill_purses(step)
-        if sum(sum(storage.memory().values()) for storage in self.storages.values() if storage.device.type == "cpu") >= MUCH:
+        if (
+            sum(sum(storage.memory().values()) for storage in self.storages.values() if storage.device.type == "cpu")
+            >= MUCH
+        ):
             give_back_freed()
         report = RoundReport(
             step,
-            int(self.total(float(sum(storage.live for storage in self.storages.values())))),
+            int(self._live()),
             int(self.total(float(sum(storage.values for storage in self.storages.values())))),
             sum(group.full for group in self.groups) if all(group.full for group in self.groups) else 0.0,
             int(self.total(float(pruned))),

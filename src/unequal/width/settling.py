@@ -80,8 +80,6 @@ class Settling:
         self.shares = dict.fromkeys(tables, 1 / ranks) if shares is None else shares
         self.policy: Policy = policy_of(width.policy)
         self.groups = self._group()
-        self.rows = 0.0
-        """that may live in tables whose rows differ, on all ranks"""
         self.how = {name: self._narrowing(name) for name in tables}
 
     def _group(self) -> list[Group]:
@@ -167,7 +165,6 @@ class Settling:
         else:
             assert table.rows is not None
             expected = min(float(table.rows), keep * table.rows * chunks / start)
-        self.rows += expected
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
         candidates, by_id = self._candidates(group, table, keep)
