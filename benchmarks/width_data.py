@@ -60,8 +60,8 @@ class Study:
     batch_size: int
     epochs: int
     """at the most: a training ends when validation data says so"""
-    every: int
-    """steps between rounds"""
+    every: int = 1000
+    """steps between rounds in the long run, as a recipe has it by default"""
     shuffle: bool = True
     """otherwise samples are read in order of time"""
 
@@ -211,7 +211,7 @@ def frappe() -> Study:
     for name in (name for name in data if name not in ("label", "split")):
         builder.column(name, data[name])
     test = np.flatnonzero(data["split"] == "test")
-    return builder.study("frappe", data["label"], validation, test, batch_size=256, epochs=20, every=20)
+    return builder.study("frappe", data["label"], validation, test, batch_size=256, epochs=20)
 
 
 def movielens(by_time: bool) -> Study:
@@ -252,7 +252,7 @@ def movielens(by_time: bool) -> Study:
     first = np.maximum(np.searchsorted(keys, user * span), last - LONGEST)
     builder.bag("history", "item_id", item[liked], first, last)
     name, epochs = ("ml1m_time", 10) if by_time else ("ml1m_random", 16)
-    return builder.study(name, labels, validation, test, batch_size=2048, epochs=epochs, every=20)
+    return builder.study(name, labels, validation, test, batch_size=2048, epochs=epochs)
 
 
 def generated(name: str, rows: int = ROWS, ids: int = IDS, drift: float = 0.0) -> Study:
@@ -280,7 +280,6 @@ def generated(name: str, rows: int = ROWS, ids: int = IDS, drift: float = 0.0) -
         test=test,
         batch_size=4096 if rows > SMALL_ROWS else 256,
         epochs=1,
-        every=20,
         shuffle=False,
     )
 

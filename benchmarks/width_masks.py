@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from unequal.width.config import INHERITED
+from unequal.width.intervals import Intervals
 from unequal.width.policy import WaterFilling
 
 from .report import ROOT
@@ -115,6 +116,7 @@ class Models:
 
     def __init__(self, study: Study, models: Sequence[Model], device: str) -> None:
         self.study, self.models, self.device, self.steps = study, models, device, 0
+        self.intervals = Intervals.towards(study.every)
         self.ways = [WAYS[model.way] for model in models]
         rows, count, features = study.rows, len(models), len(study.features)
         self.keep, self.rate = (self._each(getattr(m, name) for m in models) for name in ("keep", "rate"))
@@ -173,8 +175,7 @@ class Models:
         assert vectors.grad is not None
         self._update((batch.backwards @ vectors.grad.flatten(1)).view_as(self.values), batch.reads > 0)
         self.steps += 1
-        every = self.study.every
-        if self.steps % every == 0 or any(self.steps == max(1, every >> k) for k in range(1, 6)):
+        if self.intervals.is_round(self.steps):
             self._round()
 
     def _update(self, gradient: Tensor, read: Tensor) -> None:
