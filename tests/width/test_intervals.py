@@ -15,9 +15,9 @@ def between(steps):
 
 def test_rounds_are_closer_together_at_the_start():
     steps = rounds(Intervals.towards(1000), 20_000)
-    assert steps[:6] == [1, 3, 7, 16, 32, 47]
+    assert steps[:4] == [16, 32, 47, 63]
     apart = between(steps)
-    assert {15, 16} == set(apart[4:30]) and {31, 32} == set(apart[36:50])
+    assert {15, 16} == set(apart[:30]) and {31, 32} == set(apart[33:46])
     assert all(gap <= max(16, sooner / 15) for gap, sooner in zip(apart, steps))
     assert steps[-3:] == [18_000, 19_000, 20_000]
     assert len(steps) < 130
@@ -26,7 +26,7 @@ def test_rounds_are_closer_together_at_the_start():
 @pytest.mark.parametrize("every", [1, 2, 7, 19, 20, 29])
 def test_a_short_interval_is_one_from_its_first_end_on(every):
     steps = rounds(Intervals.towards(every), 200, rows=1e9)
-    assert [step for step in steps if step >= every] == list(range(every, 201, every))
+    assert steps == list(range(every, 201, every))
 
 
 @pytest.mark.parametrize("every", [64, 1000, 1234])
@@ -34,8 +34,8 @@ def test_many_rows_have_some_of_the_rounds_of_few(every):
     intervals = Intervals.towards(every)
     few, more, many = (rounds(intervals, 12_000, rows) for rows in (1e5, 5e5, 1e9))
     assert set(few) > set(more) >= set(many)
-    assert [step for step in many if step >= every / intervals.parts] == list(range(every, 12_001, every))
-    assert min(between([step for step in more if step >= every / intervals.parts])) >= min(every, 50)
+    assert many == list(range(every, 12_001, every))
+    assert min(between(more)) >= min(every, 50)
 
 
 def test_rows_are_counted_at_few_steps():

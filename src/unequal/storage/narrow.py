@@ -6,7 +6,7 @@ rounds rows are only added, while the purse lasts; a round changes widths, lays 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -373,13 +373,29 @@ class NarrowStorage(FollowingStorage):
             weights += rows * width * item
             optimizer += rows * self.optimizer.state_bytes_per_row(width)
             metadata += rows * (words * 4 - width * item - self.optimizer.state_bytes_per_row(width))
-        candidates = self.followed.nbytes + self._stamps.nbytes
-        candidates += 0 if self.how.uniform else records.slabs[0][0].nbytes
         return {
             "weights": weights,
             "optimizer": optimizer,
-            "directory": self.directory.bytes + metadata + candidates,
+            "directory": self.directory.bytes + metadata + self._fixed,
         }
+
+    @property
+    def _fixed(self) -> int:
+        """Bytes of what is followed, whatever lives."""
+        return self.followed.nbytes + self._stamps.nbytes + (0 if self.how.uniform else self.records.slabs[0][0].nbytes)
+
+    def bytes_with(self, rows: Sequence[int]) -> int:
+        """That it takes after a round that leaves so many rows of each class."""
+        words = sum(count * int(of) for count, of in zip(rows[1:], self.records.layout[1:, 5]))
+        entries: int = self.directory.bytes_for(sum(rows[1:]))
+        return 4 * words + entries + self._fixed
+
+    @property
+    def to_spare(self) -> int:
+        """Bytes by which it may grow beside its new rows: up to a slab, and a directory with more room."""
+        grown: int = self.directory.bytes_for(self.live + self.live // self.directory.GROWN) - self.directory.bytes
+        slab: int = 4 * int(self.records.layout[self.how.start, 5]) << self.records.slab_log2
+        return slab + max(0, grown)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -33,13 +33,12 @@ class Intervals:
         return cls(every, parts)
 
     def is_round(self, step: int, rows: Callable[[], float] = lambda: 0.0) -> bool:
-        """After so many steps. `rows`: how many live, on all ranks; asked at some steps, by all ranks alike."""
+        """After so many steps. None before the first part has ended: what is known of rows by then is noise, and rows that are
+        wide by it lose again what they learn meanwhile. `rows`: how many live, on all ranks; asked at few steps, by all alike."""
         parts = self.parts
         while parts > 1 and 2 * SHARE * self.every <= parts * step:
             parts //= 2
-        if not self._ends(step, parts):
-            return halved(self.every // self.parts, step)
-        if parts > 1:
+        if parts > 1 and self._ends(step, parts):
             live = rows()
             while parts > 1 and ROWS * self.every < parts * live:
                 parts //= 2
@@ -51,9 +50,4 @@ class Intervals:
 
     def is_round_after_shift(self, since: int) -> bool:
         """So many steps after popularity has shifted."""
-        return halved(self.every, since)
-
-
-def halved(interval: int, step: int) -> bool:
-    """Whether it is 1/32, 1/16, … or 1/2 of the interval."""
-    return any(step == max(1, interval >> k) for k in range(1, 6))
+        return any(since == max(1, self.every >> k) for k in range(1, 6))

@@ -17,9 +17,9 @@ from ..tables import Table
 from .config import Width
 from .intervals import Intervals
 from .measures import Totals, alone_in_all, means, percentiles
-from .parts import Part, changes_of, choose_all, listed, samples_of
+from .parts import Part, Sample, changes_of, choose_all, listed, samples_of
 from .policy import Policy, policy_of
-from .settling import OVERHEAD, Group, Settling, alone
+from .settling import SPARE, Group, Settling, alone
 from .shift import Shifts
 from .threshold import Sum, threshold_of
 
@@ -27,7 +27,10 @@ MARGIN = 0.05
 """by which growth is cut more than it must be: which rows grow is decided by draw"""
 CUTS = 8
 """tries to find how much of it fits, where that is not enough: some rows grow by more than others"""
-
+FITS, FITTING = 4, 0.01
+"""tries to find the values that take a budget in bytes, and what part of it may be left over"""
+ENTRY, PADDING = 26, 8
+"""bytes of a directory for a row, at the most, and between records"""
 MUCH = 1 << 24
 """bytes of tables on the host from which what a round needed goes back to the system. It takes what steps have freed along, which
 they must ask for again: of smaller tables a round would cost a multiple of what it does"""
@@ -98,31 +101,45 @@ class Rounds:
         for group in self.groups:
             if group.uniform:
                 continue
-            live = self.total(float(sum(storage.live for storage in self._of(group))))
-            if group.budget.size is not None and not live:
-                starts = [(name, self.how[name].start * self.how[name].chunk) for name in group.tables]
-                each = sum(
-                    values * self.tables[name].dtype.itemsize
-                    + self.optimizers[name].state_bytes_per_row(values)
-                    + OVERHEAD
-                    for name, values in starts
-                ) / sum(values for _, values in starts)
-                budget = group.budget.size / each
-            else:
-                budget = self._budget(group, step)
             held = self.total(float(sum(storage.values for storage in self._of(group))))
-            group.purse.left = max(0.0, budget - held)
+            size = self._size(group, step)
+            if size is None:
+                group.purse.left = max(0.0, self._budget(group, step) - held)
+                continue
+            left = size - self.total(float(sum(sum(s.memory().values()) + s.to_spare for s in self._of(group))))
+            first = 0 if held else sum(self.how[name].start * self.how[name].chunk for name in group.tables)
+            group.purse.left = max(left / self._new_value(group), float(first))
+
+    def _new_value(self, group: Group) -> float:
+        """Bytes that a value of a new row takes at the most, with its share of the row, whichever table it is of."""
+        return max(self._new_row(name) / (self.how[name].start * self.how[name].chunk) for name in group.tables)
+
+    def _new_row(self, name: str) -> int:
+        how, table = self.how[name], self.tables[name]
+        values = how.start * how.chunk
+        utilities = table.dim // how.chunk if how.by_chunk else 1
+        beside = 4 * utilities + 8 * how.masked + PADDING + ENTRY
+        return values * table.dtype.itemsize + self.optimizers[name].state_bytes_per_row(values) + beside
 
     def _of(self, group: Group) -> list[NarrowStorage]:
         """The group's tables, as far as this rank has a part of them."""
         return [self.storages[name] for name in group.tables if name in self.storages]
 
     def _budget(self, group: Group, step: int) -> float:
-        """In values, after so many steps."""
+        """In values, after so many steps; where it is given in bytes, about."""
         end = group.values(self.storages, self.total)
-        if self.width.start == "full" and step < self.width.ramp and group.full:
+        if not end and group.budget.size is not None:
+            end = group.budget.size / self._new_value(group)
+        if self._is_ramp(group, step):
             return end + (group.full - end) * (1 - step / self.width.ramp) ** 3
         return end
+
+    def _is_ramp(self, group: Group, step: int) -> bool:
+        return bool(self.width.start == "full" and step < self.width.ramp and group.full)
+
+    def _size(self, group: Group, step: int) -> int | None:
+        """The budget in bytes after so many steps, where it is given in bytes."""
+        return None if self._is_ramp(group, step) else group.budget.size
 
     def after_step(self, step: int) -> RoundReport | None:
         """`step`: how many there have been. All ranks call it."""
@@ -187,8 +204,10 @@ class Rounds:
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
         budget = self._budget(group, step)
         parts = self._parts(group, budget)
-        threshold = threshold_of(samples_of(parts), budget, self.width.hysteresis, self.total)
-        self._together(lambda: choose_all(parts, threshold, self.width.hysteresis))
+        samples, size = samples_of(parts), self._size(group, step)
+        self._choose(parts, samples, budget)
+        if size is not None:
+            budget = self._fitted(parts, samples, budget, size * (1 - SPARE))
         held = self.total(float(sum(part.storage.values for part in parts)))
         shrinks, grows = self._sums(self._together(lambda: changes_of(parts, net=True)), 2)
         if shrinks + grows > self.width.most * budget:
@@ -215,6 +234,23 @@ class Rounds:
         while puts:
             puts.pop(0)()  # what it holds goes with it
         return sum(went for went, _ in changes), sum(came for _, came in changes)
+
+    def _choose(self, parts: list[Part], samples: list[Sample], budget: float) -> None:
+        threshold = threshold_of(samples, budget, self.width.hysteresis, self.total)
+        self._together(lambda: choose_all(parts, threshold, self.width.hysteresis))
+
+    def _fitted(self, parts: list[Part], samples: list[Sample], budget: float, size: float) -> float:
+        """The budget in values with which the tables take so many bytes, and rows chosen by it: how many bytes a value takes
+        depends on how many rows share them."""
+        fixed = self.total(float(sum(part.storage.bytes_with([0]) for part in parts)))
+        for _ in range(FITS):
+            counts = self._together(lambda: listed(part.class_counts() for part in parts))
+            taken = self.total(float(sum(part.storage.bytes_with(rows) for part, rows in zip(parts, counts))))
+            if (1 - FITTING) * size <= taken <= size or taken <= fixed:
+                break
+            budget *= max(0.5, (size * (1 - FITTING / 2) - fixed) / (taken - fixed))
+            self._choose(parts, samples, budget)
+        return budget
 
     def _sums(self, numbers: list[list[int]], count: int) -> list[float]:
         """Of so many numbers of all tables on all ranks; some may have no table."""

@@ -49,20 +49,29 @@ class NarrowDirectory:
     ARRAY, SHORT, LONG = 0, 1, 2
     FULL = 0.85
     """share in use at which it grows"""
+    GROWN = 16
+    """of what is in use then, such a part more: budgets in bytes hold between rounds, too"""
 
     def __init__(self, bound: int | None, rows: int = 0) -> None:
         self.bound, self.used, self.version = bound, 0, 0
         self._make(rows)
 
-    def _make(self, rows: int) -> None:
+    def _sized(self, rows: int) -> tuple[int, int, int]:
+        """Of one that is made for so many: its kind, its capacity, its words."""
         entries = (max(64, rows * 4 // 3 + 1) + 7) // 8 * 8
         size = 8 if self.bound is not None and self.bound <= 2**32 else 12
         if self.bound is not None and self.bound * 4 <= entries * size:
-            self.kind, self.capacity, words = self.ARRAY, self.bound, self.bound
-        else:
-            self.kind, self.capacity, words = (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
+            return self.ARRAY, self.bound, self.bound
+        return (self.SHORT if size == 8 else self.LONG), entries, entries * size // 4
+
+    def _make(self, rows: int) -> None:
+        self.kind, self.capacity, words = self._sized(rows)
         self.memory = _words(words).fill_(-1)
         self.version += 1
+
+    def bytes_for(self, rows: int) -> int:
+        """What one that is made for so many takes."""
+        return 4 * self._sized(rows)[2]
 
     def _place(self) -> tuple[ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
         return ctypes.c_int64(self.kind), pointer(self.memory), ctypes.c_int64(self.capacity)
@@ -84,7 +93,7 @@ class NarrowDirectory:
         rows = self.used + int((slots >= 0).sum())
         if self.kind != self.ARRAY and rows > self.FULL * self.capacity:
             held = self.entries()
-            self._make(rows * 5 // 4)
+            self._make(rows + rows // self.GROWN)
             self._put(*held)
         self._put(ids, slots)
         self.used = rows

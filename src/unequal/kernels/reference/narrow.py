@@ -96,6 +96,7 @@ bucket_of = spread_over
 
 class NarrowDirectory:
     in_order = False
+    GROWN = 16
 
     def __init__(self, bound: int | None, rows: int = 0) -> None:
         self._slots: dict[int, int] = {}
@@ -121,7 +122,10 @@ class NarrowDirectory:
 
     @property
     def bytes(self) -> int:
-        return 16 * len(self._slots)
+        return self.bytes_for(len(self._slots))
+
+    def bytes_for(self, rows: int) -> int:
+        return 16 * rows
 
 
 def follow(

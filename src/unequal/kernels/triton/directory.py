@@ -150,20 +150,29 @@ class NarrowDirectory:
 
     FULL = 0.8
     """share in use at which it grows"""
+    GROWN = 16
+    """of what is in use then, such a part more: budgets in bytes hold between rounds, too"""
 
     def __init__(self, bound: int | None, rows: int = 0, device: torch.device | str | None = None) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.bound, self.used = bound, 0
         self._make(rows)
 
-    def _make(self, rows: int) -> None:
+    def _sized(self, rows: int) -> tuple[int, int, int]:
+        """Of one that is made for so many: its kind, its capacity, its words."""
         entries = max(64, 2 * rows)
         size = 8 if self.bound is not None and self.bound <= 2**32 else 12
         if self.bound is not None and self.bound * 4 <= entries * size:
-            self.kind, self.capacity, words = ARRAY.value, self.bound, self.bound
-        else:
-            entries += entries % 2  # slots of long ids, and a second half of short ones, then begin on 8 bytes' borders
-            self.kind, self.capacity, words = (SHORT if size == 8 else LONG).value, entries, entries * size // 4
+            return ARRAY.value, self.bound, self.bound
+        entries += entries % 2  # slots of long ids, and a second half of short ones, then begin on 8 bytes' borders
+        return (SHORT if size == 8 else LONG).value, entries, entries * size // 4
+
+    def bytes_for(self, rows: int) -> int:
+        """What one that is made for so many takes."""
+        return 4 * self._sized(rows)[2]
+
+    def _make(self, rows: int) -> None:
+        self.kind, self.capacity, words = self._sized(rows)
         self.memory = torch.full((words,), -1, dtype=torch.int32, device=self.device)
         self.version = next(_VERSIONS)
 
@@ -194,7 +203,7 @@ class NarrowDirectory:
         rows = self.used + count
         if self.kind != ARRAY.value and rows > self.FULL * self.capacity:
             held = self.entries()
-            self._make(rows * 5 // 4)
+            self._make(rows + rows // self.GROWN)
             self._put(*held)
 
     def _put(self, ids: Tensor, slots: Tensor) -> None:
