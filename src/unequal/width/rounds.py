@@ -28,7 +28,7 @@ MARGIN = 0.05
 CUTS = 8
 """tries to find how much of it fits, where that is not enough: some rows grow by more than others"""
 FITS, FITTING = 4, 0.01
-"""tries to find the values that take a budget in bytes, and what part of it may be left over"""
+"""tries to find the values that take a budget in bytes, and what part of it may be left over; as many again not to exceed it"""
 ENTRY, PADDING = 26, 8
 """bytes of a directory for a row, at the most, and between records"""
 MUCH = 1 << 24
@@ -144,6 +144,8 @@ class Rounds:
     def after_step(self, step: int) -> RoundReport | None:
         """`step`: how many there have been. All ranks call it."""
         if not self.policy.kind:
+            if self.is_round(step):  # what new rows really took is known
+                self._fill_purses(step)
             return None
         if self.width.adapt and self.shifts.ends_window(step):
             self.shifts.look(step, self.total, self._is_spent)
@@ -222,6 +224,8 @@ class Rounds:
         over = held + grows - shrinks - budget
         if over > 0:
             self._cut_growth(parts, over, step)
+        if size is not None:
+            self._cut_bytes(parts, size, step)
         changes: list[list[int]] = []
 
         def prepared() -> list[Callable[[], None]]:
@@ -243,14 +247,29 @@ class Rounds:
         """The budget in values with which the tables take so many bytes, and rows chosen by it: how many bytes a value takes
         depends on how many rows share them."""
         fixed = self.total(float(sum(part.storage.bytes_with([0]) for part in parts)))
-        for _ in range(FITS):
-            counts = self._together(lambda: listed(part.class_counts() for part in parts))
-            taken = self.total(float(sum(part.storage.bytes_with(rows) for part, rows in zip(parts, counts))))
-            if (1 - FITTING) * size <= taken <= size or taken <= fixed:
+        for tried in range(2 * FITS):
+            taken = self._bytes(parts)
+            enough = tried >= FITS or taken >= (1 - FITTING) * size
+            if taken <= fixed or taken <= size and enough:
                 break
-            budget *= max(0.5, (size * (1 - FITTING / 2) - fixed) / (taken - fixed))
+            change = max(0.5, (size * (1 - FITTING / 2) - fixed) / (taken - fixed))
+            budget *= min(change, 1 - FITTING) if enough else change
             self._choose(parts, samples, budget)
         return budget
+
+    def _bytes(self, parts: list[Part]) -> float:
+        """That all tables take when rows have changed."""
+        counts = self._together(lambda: listed(part.class_counts() for part in parts))
+        return self.total(float(sum(part.storage.bytes_with(rows) for part, rows in zip(parts, counts))))
+
+    def _cut_bytes(self, parts: list[Part], size: float, step: int) -> None:
+        """Rows that were held back are others than those that the budget was fitted to: growth waits until all of them fit."""
+        draws = [part.draw(step) for part in parts]
+        for share in (0.75, 0.5, 0.25, 0.0):
+            if self._bytes(parts) <= size:
+                break
+            for part, drawn in zip(parts, draws):
+                part.grow_less(drawn, share)
 
     def _sums(self, numbers: list[list[int]], count: int) -> list[float]:
         """Of so many numbers of all tables on all ranks; some may have no table."""

@@ -215,6 +215,6 @@ class Settling:
             raise RecipeError("width budget", f"at least {size:,} bytes: {what}", f"{group.budget.size:,}")
 
     def _least(self, members: list[str]) -> int:
-        """Bytes of tables that are followed, with a chunk of one row on each rank."""
+        """Bytes of tables that are followed, with a slab of narrow rows and the smallest directory on each rank."""
         each = [(self.width.chunk_of(self.tables[name]), self.tables[name].dtype.itemsize) for name in members]
-        return sum(WAYS * 16 + 64 * 12 + chunk * item for chunk, item in each) * self.ranks
+        return sum(WAYS * 16 + 64 * 12 + 16 * (chunk * item + 16) for chunk, item in each) * self.ranks
