@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from unequal.plan.plan import Plan
 
 KEPT = 0.25
-EVERY = 16
-"""steps between rounds: as many are taken before what is measured, in which no round falls"""
+EVERY, ROUNDS = 16, 4
+"""steps between rounds, and rounds before what is measured, in which none falls"""
 
 
 class Narrow(Planned):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.passes = -(-EVERY // len(self.batches))
+        self.passes = -(-ROUNDS * EVERY // len(self.batches))
 
     def make_tables(self, task: Task) -> uq.Embeddings:
         """Fresh rows depend on the seed, the table and the id: those of narrow tables begin like those of whole ones."""

@@ -12,7 +12,7 @@ PARTS = 64
 """of an interval, at the start"""
 SHARE = 16
 """of the steps so far that lie between rounds at the most"""
-ROWS = 10_000
+ROWS = 5_000
 """that live, for each of which steps between rounds are one more at least: a round of many takes as long as several steps do"""
 
 
@@ -38,7 +38,9 @@ class Intervals:
         parts = self.parts
         while parts > 1 and 2 * SHARE * self.every <= parts * step:
             parts //= 2
-        if parts > 1 and self._ends(step, parts):
+        ended = step * parts // self.every
+        first = ended & (ended - 1) == 0  # of these parts, of twice as long ones, or of longer: that costs little
+        if self._ends(step, parts) and not first:
             live = rows()
             while parts > 1 and ROWS * self.every < parts * live:
                 parts //= 2

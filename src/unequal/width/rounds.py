@@ -250,7 +250,7 @@ class Rounds:
         for tried in range(2 * FITS):
             taken = self._bytes(parts)
             enough = tried >= FITS or taken >= (1 - FITTING) * size
-            if taken <= fixed or taken <= size and enough:
+            if taken <= fixed or (taken <= size and enough):
                 break
             change = max(0.5, (size * (1 - FITTING / 2) - fixed) / (taken - fixed))
             budget *= min(change, 1 - FITTING) if enough else change
