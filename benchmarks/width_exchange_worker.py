@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from unequal.plan.plan import Plan
 
 KEPT = 0.25
-EVERY, ROUNDS = 16, 4
-"""steps between rounds, and rounds before what is measured, in which none falls"""
+EVERY, WARM_UP = 2, 16
+"""steps between rounds, and steps before what is measured, in which none falls"""
 
 
 class Narrow(Planned):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.passes = -(-ROUNDS * EVERY // len(self.batches))
+        self.passes = -(-WARM_UP // len(self.batches))
 
     def make_tables(self, task: Task) -> uq.Embeddings:
         """Fresh rows depend on the seed, the table and the id: those of narrow tables begin like those of whole ones."""
@@ -51,6 +51,14 @@ class Narrow(Planned):
 
         self.waits, self.push_seconds = False, 0.0
         return Plan.load(plan_file(Path(sys.argv[1]), task.arrangement.partition("+")[0]))
+
+    def update(self, loss: Any) -> None:
+        from unequal.width.intervals import Intervals
+
+        super().update(loss)
+        rounds = self.embeddings._rounds
+        if rounds is not None and self.embeddings.step >= self.passes * len(self.batches):
+            rounds.intervals = Intervals(1 << 40, 1)
 
     def counters(self) -> dict[str, float]:
         return super().counters() | {"cpu_seconds": time.process_time()}

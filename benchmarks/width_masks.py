@@ -144,7 +144,8 @@ class Models:
         self.optimizer = torch.optim.Adam(self.layers, lr=1e-3)
         # Inside the budget from the start: as many rows as it is enough for, equally wide.
         start = (self.keep * DIM).floor().clamp(min=1)
-        self.widths = torch.where(chance < self.keep * DIM / start, start, 0).to(torch.int16)
+        count_of = (self.keep * rows * DIM / start).long()
+        self.widths = torch.where(chance.argsort(0).argsort(0) < count_of, start, 0).to(torch.int16)
         self.values *= self._mask(self.widths)
         self.squares, self.signed = torch.zeros_like(self.values), torch.zeros_like(self.values)
         self.norms, self.square_norms = (torch.zeros(rows, count, device=device) for _ in range(2))

@@ -140,7 +140,7 @@ def test_the_picture_shows_every_method() -> None:
 
 def test_a_cut_training_goes_on(tmp_path: Path) -> None:
     """Cut off at once and finished later: every training is done once, and the results are made of all of them."""
-    width_data.generated("generated", rows=2_000, ids=2_000).save(tmp_path / "generated.npz")
+    width_data.generated("generated", rows=8_000, ids=2_000).save(tmp_path / "generated.npz")
     file, output, picture = tmp_path / "lines.jsonl", tmp_path / "width.json", tmp_path / "width.svg"
     chosen = [
         "--data",

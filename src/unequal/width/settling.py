@@ -216,5 +216,7 @@ class Settling:
 
     def _least(self, members: list[str]) -> int:
         """Bytes of tables that are followed, with a slab of narrow rows and the smallest directory on each rank."""
-        each = [(self.width.chunk_of(self.tables[name]), self.tables[name].dtype.itemsize) for name in members]
-        return sum(WAYS * 16 + 64 * 12 + 16 * (chunk * item + 16) for chunk, item in each) * self.ranks
+        tables = [self.tables[name] for name in members]
+        directories = sum(min(64 * 12, 4 * (table.rows or 64 * 12)) for table in tables)
+        rows = sum(16 * (self.width.chunk_of(table) * table.dtype.itemsize + 16) for table in tables)
+        return (len(tables) * WAYS * 16 + directories + rows) * self.ranks
