@@ -6,6 +6,8 @@ import torch
 import unequal as uq
 from unequal.width import POLICIES
 
+from .test_width import device
+
 
 def batches(count, size=64, ids=20_000, seed=0):
     """More ids in every step than there is room for, some far more often than others."""
@@ -18,13 +20,13 @@ def batches(count, size=64, ids=20_000, seed=0):
 def embeddings(width, rows=None, dtype="fp32", optimizer=None):
     tables = [uq.Table("a", dim=16, dtype=dtype), uq.Table("b", rows=rows, dim=8, dtype=dtype)]
     features = {name: uq.Feature(table, pooling="sum") for name, table in zip("abc", [*tables, tables[0]])}
-    return uq.Embeddings(features, optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width)
+    return uq.Embeddings(features, optimizer=optimizer or uq.RowWiseAdagrad(lr=0.1), width=width, device=device())
 
 
 def step(module, batch):
-    out = module(batch).pooled
+    out = module(batch.to(module.device)).pooled
     generator = torch.Generator().manual_seed(out.shape[0])
-    ((out - torch.randn(out.shape, generator=generator)) ** 2).sum().backward()
+    ((out - torch.randn(out.shape, generator=generator).to(out.device)) ** 2).sum().backward()
 
 
 def taken(module):
@@ -74,13 +76,19 @@ def test_a_round_spends_what_there_is():
     assert 97_000 <= taken(module) <= 100_000
 
 
-def test_bytes_are_foretold():
-    module = embeddings(uq.Width(budget="60 KB"), rows=140_000)
-    for batch in batches(40):
+@pytest.mark.parametrize("kernels", ["cpu", "reference", "triton"])
+def test_bytes_are_foretold(monkeypatch, kernels):
+    if kernels == "triton":
+        pytest.importorskip("unequal.kernels.triton")
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+    module = embeddings(uq.Width(budget="20 KB", every=4), rows=1_000_000)
+    assert module._kernels.name == kernels
+    for batch in batches(9, size=24):
         step(module, batch)
-    module._rounds.round(40)
+        assert taken(module) <= 20_000
+    module._rounds.round(9)
     for storage in module._narrow_storages().values():
-        assert storage.bytes_with(storage.counts) == sum(storage.memory().values())
+        assert storage.live and storage.bytes_with(storage.counts) == sum(storage.memory().values())
 
 
 def test_the_least_budget_holds_rows():

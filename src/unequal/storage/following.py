@@ -47,6 +47,11 @@ class FollowingStorage(Storage):
         self._stamps = torch.zeros(places, dtype=torch.int32, device=self.device)
         self._clock = 0
 
+    @property
+    def following_bytes(self) -> int:
+        """Whatever lives."""
+        return self.followed.nbytes + self._stamps.nbytes + (0 if self.how.uniform else self.records.slabs[0][0].nbytes)
+
     def follow(self, ids: Tensor, slots: Tensor) -> None:
         """Gives ids without a row (slot -1) the slots of their candidates."""
         records = self.records

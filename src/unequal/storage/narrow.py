@@ -376,19 +376,14 @@ class NarrowStorage(FollowingStorage):
         return {
             "weights": weights,
             "optimizer": optimizer,
-            "directory": self.directory.bytes + metadata + self._fixed,
+            "directory": self.directory.bytes + metadata + self.following_bytes,
         }
-
-    @property
-    def _fixed(self) -> int:
-        """Bytes of what is followed, whatever lives."""
-        return self.followed.nbytes + self._stamps.nbytes + (0 if self.how.uniform else self.records.slabs[0][0].nbytes)
 
     def bytes_with(self, rows: Sequence[int]) -> int:
         """That it takes after a round that leaves so many rows of each class."""
         words = sum(count * int(of) for count, of in zip(rows[1:], self.records.layout[1:, 5]))
         entries: int = self.directory.bytes_for(sum(rows[1:]))
-        return 4 * words + entries + self._fixed
+        return 4 * words + entries + self.following_bytes
 
     @property
     def to_spare(self) -> int:
