@@ -106,7 +106,7 @@ UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, i
 
 // Makes the records that rows will have at new slots: `made` holds them one after the other, `starts` says where each begins.
 // old[i]: the slot it has now, or -1: a fresh row. masks: of the new rows, or null. inherit: squares of gradients of new values
-// begin as such a share of the largest of the row's others.
+// begin as such a share of the largest of the row's others; an average over the row counts them with as much.
 UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* ids, const int64_t* old, const int64_t* slots,
                                    const int64_t* masks, float inherit, int64_t count, float std_width, float* made,
                                    const int64_t* starts, int threads) {
@@ -123,12 +123,17 @@ UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* i
       if (old[i] >= 0) before = narrow_row(t, old[i]);
       const NarrowRow* had = old[i] >= 0 && before.chunks ? &before : nullptr;
       for (int which = 0; which < 2; ++which)
-        if (state_per_row<O>(which, 2) == 1) *row.state(which) = had ? *had->state(which) : 0.0f;
+        if (state_per_row<O>(which, 2) == 1) {
+          *row.state(which) = had ? *had->state(which) : 0.0f;
+          const int64_t more = had ? chunks - had->chunks : 0;
+          if (which == squares_of<O>() && inherit > 0 && more > 0)
+            *row.state(which) *= (float(had->chunks) + inherit * float(more)) / float(chunks);
+        }
       for (int64_t u = 0; u < t.utilities; ++u)
         row.utility()[u] = old[i] >= 0 ? before.utility()[u] : 0.0f;
       float first[2] = {0.0f, 0.0f};
       if constexpr (constexpr int squares = squares_of<O>(); squares >= 0)
-        if (inherit > 0 && had) first[squares] = inherit * largest_state(t, *had, squares);
+        if (inherit > 0 && had && per_value[squares]) first[squares] = inherit * largest_state(t, *had, squares);
       const uint64_t mask = masks ? uint64_t(masks[i]) : 0;
       switch (t.dtype) {
         case kFloat32: rebuild<float>(t, had, row, ids[i], mask, std_width, per_value, first); break;

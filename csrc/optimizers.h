@@ -18,10 +18,10 @@ constexpr int64_t state_per_row(int which, int64_t dim) {
   }
 }
 
-// Which state has squares of gradients for every value, or -1.
+// Which state has squares of gradients, of every value or of the row on average, or -1.
 template <int O>
 constexpr int squares_of() {
-  return O == kAdagrad ? 0 : O == kAdam || O == kLAMB ? 1 : -1;
+  return O == kAdagrad || O == kRowWiseAdagrad ? 0 : O == kAdam || O == kRowWiseAdam || O == kLAMB ? 1 : -1;
 }
 
 // Calls body with the optimizer as a compile-time constant: a row's update is short, deciding per row would show.

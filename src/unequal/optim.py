@@ -19,7 +19,7 @@ class Optimizer:
     code: ClassVar[int]
     state: ClassVar[tuple[tuple[str, Per], ...]] = ()
     squares: ClassVar[int] = -1
-    """which state has squares of gradients for every value; -1: none has"""
+    """which state has squares of gradients, of every value or of the row on average; -1: none has"""
 
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -66,6 +66,7 @@ class RowWiseAdagrad(Optimizer):
 
     code: ClassVar[int] = 2
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("sum", "row"),)
+    squares: ClassVar[int] = 0
     eps: float = 1e-8
 
     def hyperparameters(self) -> tuple[float, float, float, float]:
@@ -94,7 +95,6 @@ class RowWiseAdam(Adam):
 
     code: ClassVar[int] = 4
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("first", "value"), ("second", "row"))
-    squares: ClassVar[int] = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

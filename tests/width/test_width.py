@@ -395,3 +395,35 @@ def test_a_budget_below_the_minimum_says_what_it_is():
 
 def test_a_share_may_be_a_number():
     assert uq.Width(budget=0.25).common == uq.Width(budget="25%").common
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [(uq.RowWiseAdagrad(lr=0.1), "sum"), (uq.RowWiseAdam(lr=0.01), "second")]
+)
+def test_an_average_over_the_row_counts_new_values_with_a_fifth(monkeypatch, kernels, optimizer, name):
+    """Or rows that are widened late would learn as slowly as what they know already."""
+    if kernels == "triton":
+        pytest.importorskip("unequal.kernels.triton")
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+
+    def rows(module):
+        state = {
+            key.removeprefix("first."): part for key, part in module.state_dict().items() if key.startswith("first.")
+        }
+        return {
+            id_: (int(width), float(own))
+            for id_, width, own in zip(state["ids"].tolist(), state["widths"], state[name])
+        }
+
+    for how, share in (("row", 0.2), ("fresh", 1.0)):
+        module = embeddings(uq.Width(budget="60%", every=10**6, state=how, most=1.0), optimizer)
+        train(module, batches(6, size=8))
+        before, report, after = rows(module), module._rounds.round(6), rows(module)
+        assert report.pruned and report.regained
+        grown = {id_ for id_ in before.keys() & after.keys() if after[id_][0] > before[id_][0]}
+        assert grown and before.keys() & after.keys() - grown
+        for id_ in before.keys() & after.keys():
+            (was, held), (now, own) = before[id_], after[id_]
+            wanted = held * (was + share * (now - was)) / now if id_ in grown else held
+            assert own == pytest.approx(wanted, rel=1e-6)

@@ -47,7 +47,8 @@ class Narrowing:
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
     inherit: float = 0.0
-    """squares of gradients of regained values begin as such a share of the largest of the row's others"""
+    """squares of gradients of regained values begin as such a share of the largest of the row's others; an average over the row
+    counts them with as much"""
     purse: Purse = field(default_factory=Purse)
     tally: Tally = field(default_factory=Tally)
 

@@ -77,8 +77,8 @@ class Width:
     state: str | None = None
     """what the optimizer knows of chunks that a row gets beside those it has. "fresh": nothing, so that they learn as fast as new
     rows do, and in their first step move by the whole learning rate. "row": squares of gradients (AdaGrad, Adam) begin as a fifth
-    of the largest of the row's others; what one number of the row says stays anyway. Without it as the policy does: "row" with
-    water-filling"""
+    of the largest of the row's others; one number for the row, an average, counts them with a fifth of itself, where otherwise it
+    stays. Without it as the policy does: "row" with water-filling"""
     gradients: str = "norms"
     """what owners on other ranks are told of the gradients of chunks that a row lacks. "norms": their norm alone, so that
     messages are as narrow as the rows, and a row that several ranks read is worth up to the sum of what it is to each. "whole":

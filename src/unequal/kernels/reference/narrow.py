@@ -177,10 +177,11 @@ def rebuild(
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
     where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
-    a share of the largest of the row's others."""
+    a share of the largest of the row's others; an average over the row counts them with as much."""
     records = rows.records
     assert records is not None
-    words = torch.from_numpy(records.layout[:, 5])[chunks_of(records, slots)]
+    chunks = chunks_of(records, slots)
+    words = torch.from_numpy(records.layout[:, 5])[chunks]
     starts = words.cumsum(0) - words
     made = torch.zeros(int(words.sum()))
     columns = torch.arange(records.dim)
@@ -199,6 +200,9 @@ def rebuild(
         for number, (state, begin, (_, per)) in numbered:
             if per == "row":
                 state[which, 0] = had[:, begin]
+                if inherit and number == rows.optimizer.squares:
+                    more = (chunks[which] - k).clamp(min=0)
+                    state[which, 0] *= torch.where(more > 0, (k + inherit * more.float()) / chunks[which], 1.0)
             else:
                 if inherit and number == rows.optimizer.squares:
                     state[which] = inherit * had[:, begin : begin + at.shape[1]].amax(1, keepdim=True)

@@ -29,11 +29,16 @@ COPIED = 128
 
 @triton.jit
 def _move_state(
-    source, to, had, rows, at_old, lived, all_old, at_new, lives, inherit, SIZE: tl.constexpr, INHERIT: tl.constexpr
+    source, to, had, rows, chunks, more, at_old, lived, all_old, at_new, lives, inherit,
+    SIZE: tl.constexpr, INHERIT: tl.constexpr,
 ):  # fmt: skip
-    """Of one state of the optimizer: what a row's chunks had; others 0 or, where they INHERIT, such a share of the largest."""
+    """Of one state of the optimizer: what a row's chunks had; others 0 or, where they INHERIT, such a share of the largest, or of
+    what the row has on average. `more`: of its chunks."""
     if SIZE == 1:
         state = tl.load(source, mask=had, other=0.0)
+        if INHERIT:
+            held = (chunks - more).to(tl.float32) + inherit * more.to(tl.float32)
+            state *= tl.where(more > 0, held / tl.maximum(chunks, 1).to(tl.float32), 1.0)
         tl.store(to, state, mask=rows)
     elif SIZE == 2:
         state = tl.load(source[:, None] + at_old, mask=lived, other=0.0)
@@ -55,13 +60,15 @@ def _rebuild(
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = i < count
     slot = tl.load(slots + i, mask=here, other=0)
-    field = classes + (slot & ((1 << class_bits) - 1)) * CLASS_FIELDS
+    chunks = slot & ((1 << class_bits) - 1)
+    field = classes + chunks * CLASS_FIELDS
     to = made + tl.load(starts + i, mask=here, other=0)
     before = tl.load(old + i, mask=here, other=-1)
     known = before >= 0
     kind, record = record_of(classes, addresses, 0, class_bits, slab_log2, tl.maximum(before, 0))
     from_field = classes + kind * CLASS_FIELDS
     had = known & (kind > 0)
+    more = tl.where(had, chunks - (before & ((1 << class_bits) - 1)), 0)
     mask_old = tl.zeros_like(slot)
     mask_new = tl.zeros_like(slot)
     if MASKED:
@@ -80,7 +87,7 @@ def _rebuild(
         source = words_of(record) + tl.load(from_field + STATE + which)
         goal = to + tl.load(field + STATE + which)
         _move_state(
-            source, goal, had, here, at_old, lived, all_old, at_new, lives, inherit,
+            source, goal, had, here, chunks, more, at_old, lived, all_old, at_new, lives, inherit,
             state_width(which, OPTIMIZER), SQUARES == which,
         )  # fmt: skip
     source = words_of(record) + tl.load(from_field + UTILITY)
@@ -166,7 +173,7 @@ def rebuild(
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
     where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
-    a share of the largest of the row's others."""
+    a share of the largest of the row's others; an average over the row counts them with as much."""
     records, device = _records(rows), ids.device
     sizes = _on_device(tuple(records.layout[:, 5].tolist()), device)
     words = sizes[slots & ((1 << records.class_bits) - 1)]
