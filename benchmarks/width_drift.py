@@ -134,11 +134,11 @@ class Training:
 
     def stop_rounds(self) -> None:
         """Rows stay as wide as they are, and there are no new ones."""
-        from unequal.width.intervals import Intervals
+        from unequal.width.intervals import NEVER
 
         rounds = self.embeddings._rounds
         assert rounds is not None
-        rounds.width, rounds.intervals = replace(rounds.width, adapt=False), Intervals(1 << 40, 1)
+        rounds.width, rounds.intervals = replace(rounds.width, adapt=False), NEVER
         for group in rounds.groups:
             group.purse.left = 0.0
 

@@ -53,12 +53,12 @@ class Narrow(Planned):
         return Plan.load(plan_file(Path(sys.argv[1]), task.arrangement.partition("+")[0]))
 
     def update(self, loss: Any) -> None:
-        from unequal.width.intervals import Intervals
+        from unequal.width.intervals import NEVER
 
         super().update(loss)
         rounds = self.embeddings._rounds
         if rounds is not None and self.embeddings.step >= self.passes * len(self.batches):
-            rounds.intervals = Intervals(1 << 40, 1)
+            rounds.intervals = NEVER
 
     def counters(self) -> dict[str, float]:
         return super().counters() | {"cpu_seconds": time.process_time()}

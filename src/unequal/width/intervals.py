@@ -53,3 +53,7 @@ class Intervals:
     def is_round_after_shift(self, since: int) -> bool:
         """So many steps after popularity has shifted."""
         return any(since == max(1, self.every >> k) for k in range(1, 6))
+
+
+NEVER = Intervals(1 << 40, 1)
+"""where rows are to stay as they are"""

@@ -31,7 +31,7 @@ TILE = 128
 REGISTERS = 64
 """of its threads, with which as many programs as a processor takes, 32, fit on it. Rows wider than the tile need more"""
 WIDE_TILE = 256
-"""the same where rows have 16 bits: what is rounded takes more registers than that leaves"""
+"""the same where rows have 16 bits: two of 128, and as many registers as it takes; one took 5 to 16% longer (docs/gpu.md)"""
 JOIN = 128
 """partial sums that join_pieces adds at a time"""
 PROGRAMS, JOINERS = (256 * 132, 8 * 132) if not INTERPRETED else (8, 2)
