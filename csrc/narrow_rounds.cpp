@@ -1,5 +1,6 @@
 // Tables whose rows differ in width, in a round: what rows are worth, where they will lie, and how they get there.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -23,11 +24,21 @@ float largest_state(const Table& t, const NarrowRow& row, int which) {
   return largest;
 }
 
+// How large the largest of the row's values is.
+template <class T>
+float largest_value(const Table& t, const NarrowRow& row) {
+  const T* values = reinterpret_cast<const T*>(row.record);
+  float largest = 0.0f;
+  for (int64_t j = 0; j < row.chunks * t.chunk; ++j) largest = std::max(largest, std::fabs(to_float(values[j])));
+  return largest;
+}
+
 // Writes the row's values as they will be with `chunks` chunks (and a mask): those it had, and fresh ones for the rest, whose
-// states begin as `first`.
+// states begin as `first`. `inherits`: see uq_narrow_rebuild.
 template <class T>
 void rebuild(const Table& t, const NarrowRow* old, const NarrowRow& made, int64_t id, uint64_t mask, float std_width,
-             const int64_t* per_value, const float* first) {
+             bool inherits, const int64_t* per_value, const float* first) {
+  const float width = inherits && old ? std::max(std_width, largest_value<T>(t, *old)) : std_width;
   const uint64_t key = fresh_key(t.key, id);
   T* to = reinterpret_cast<T*>(made.record);
   const T* from = old ? reinterpret_cast<const T*>(old->record) : nullptr;
@@ -43,7 +54,7 @@ void rebuild(const Table& t, const NarrowRow* old, const NarrowRow& made, int64_
     for (int64_t j = 0; j < t.chunk; ++j) {
       const int64_t at = place * t.chunk + j;
       if (source >= 0) to[at] = from[source * t.chunk + j];
-      else put(to + at, draw(key, chunk * t.chunk + j) * std_width);
+      else put(to + at, draw(key, chunk * t.chunk + j) * width);
       for (int which = 0; which < 2; ++which)
         if (per_value[which])
           made.state(which)[at] = source >= 0 ? old->state(which)[source * t.chunk + j] : first[which];
@@ -106,7 +117,8 @@ UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, i
 
 // Makes the records that rows will have at new slots: `made` holds them one after the other, `starts` says where each begins.
 // old[i]: the slot it has now, or -1: a fresh row. masks: of the new rows, or null. inherit: squares of gradients of new values
-// begin as such a share of the largest of the row's others; an average over the row counts them with as much.
+// begin as such a share of the largest of the row's others; an average over the row counts them with as much; and they are drawn
+// from ± half of the row's largest value, where that is more than what new rows have.
 UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* ids, const int64_t* old, const int64_t* slots,
                                    const int64_t* masks, float inherit, int64_t count, float std_width, float* made,
                                    const int64_t* starts, int threads) {
@@ -136,9 +148,9 @@ UNEQUAL_API void uq_narrow_rebuild(const unequal::Table* table, const int64_t* i
         if (inherit > 0 && had && per_value[squares]) first[squares] = inherit * largest_state(t, *had, squares);
       const uint64_t mask = masks ? uint64_t(masks[i]) : 0;
       switch (t.dtype) {
-        case kFloat32: rebuild<float>(t, had, row, ids[i], mask, std_width, per_value, first); break;
-        case kFloat16: rebuild<Half>(t, had, row, ids[i], mask, std_width, per_value, first); break;
-        default: rebuild<BFloat>(t, had, row, ids[i], mask, std_width, per_value, first); break;
+        case kFloat32: rebuild<float>(t, had, row, ids[i], mask, std_width, inherit > 0, per_value, first); break;
+        case kFloat16: rebuild<Half>(t, had, row, ids[i], mask, std_width, inherit > 0, per_value, first); break;
+        default: rebuild<BFloat>(t, had, row, ids[i], mask, std_width, inherit > 0, per_value, first); break;
       }
     }
   });

@@ -169,6 +169,7 @@ def two_tables(policy, thresholds, budget):
             columns = torch.tensor([1.0, 1e-3, 1e-3, 1e-3]) if policy == "fiited" else torch.ones(1)
             state[utilities] = scale * worth[state[ids]][:, None] * columns
         storage.load(state)
+    module._rounds.reads.before = None  # how often rows were read is not known: what they seem to be worth is believed
     return module
 
 

@@ -409,14 +409,16 @@ class Embeddings(nn.Module):
         return [(Shard(name, 0, storage.table.dim, 0, 1, 0), storage) for name, storage in self._storages.items()]
 
     def tables_filled(
-        self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None
-    ) -> None:
+        self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
+        reads: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         """To be called where rows were put into the tables from outside: what a width budget leaves for new ones is counted anew,
-        or is what it was. `purses`: by table. `watched`: what was known of their popularity. All ranks call it."""
+        or is what it was. `purses`: by table. `watched`: what was known of their popularity; `reads`: this rank's part of how
+        often they were read. All ranks call it."""
         if self._rounds is None:
             return
         self._generation += 1
-        self._rounds.attach(self._narrow_storages(), self.step, watched)
+        self._rounds.attach(self._narrow_storages(), self.step, watched, reads)
         if purses is not None:
             for group in self._rounds.groups:
                 group.purse.left = purses[group.tables[0]]
@@ -424,6 +426,10 @@ class Embeddings(nn.Module):
     def watched(self) -> dict[str, Any] | None:
         """What this rank knows of the popularity of rows, where they have a width budget; see `unequal.width.Shifts`."""
         return None if self._rounds is None else self._rounds.shifts.state()
+
+    def table_reads(self) -> dict[str, float] | None:
+        """This rank's part of how often each table was read in training, where rows have a width budget and it is known."""
+        return None if self._rounds is None else self._rounds.reads.counted()
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, optimizer state and directories over all tables."""
@@ -443,11 +449,14 @@ class Embeddings(nn.Module):
             for part, tensor in storage.state().items():
                 destination[f"{prefix}{self._key(name)}.{part}"] = tensor
         destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
+        reads = self.table_reads()
+        if reads is not None:
+            destination[f"{prefix}reads"] = torch.tensor(list(reads.values()), dtype=torch.float64)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # arguments: local metadata, strict, missing keys, unexpected keys, error messages
         strict, missing, unexpected, errors = arguments[-4:]
-        known = {f"{prefix}step"}
+        known = {f"{prefix}step", f"{prefix}reads"}
         for name, storage in self._storages.items():
             # By exact name: a table may be called "a.b" beside one called "a".
             keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
@@ -464,7 +473,8 @@ class Embeddings(nn.Module):
             self.step = int(state[f"{prefix}step"])
         else:
             missing.append(f"{prefix}step")
-        self.tables_filled()
+        reads = state.get(f"{prefix}reads")
+        self.tables_filled(reads=None if reads is None else dict(zip(self.tables, reads.tolist())))
         if strict:
             unexpected += [key for key in state if key.startswith(prefix) and key not in known]
 

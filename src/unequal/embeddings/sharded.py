@@ -37,6 +37,9 @@ class ShardedEmbeddings(TablesOfWidth):
         self._bring_copies()
         step = Step(batch, weights, insert, by_sums=weights is None and self._sum_exchange is not None)
         step.generation = self._generation
+        if insert and self._rounds is not None:
+            counts = np.bincount(self._table_of, np.diff(batch.bounds)[self._index], len(self.tables))
+            self._rounds.reads.note(list(self.tables), counts.astype(np.int64).tolist())
         with self._timed("unique"):
             self._watch_drift(step)
             problem = self._make_unique(step)

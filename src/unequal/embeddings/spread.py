@@ -183,7 +183,9 @@ class SpreadTables(Embeddings):
         for shard in self.placement.shards(self.mesh.rank):
             shares[shard.table] = 1 / shard.parts
         mesh = self.mesh
-        return Rounds(width, self.tables, self.optimizers, mesh.total, mesh.world, shares, mesh.totals)
+        rounds = Rounds(width, self.tables, self.optimizers, mesh.total, mesh.world, shares, mesh.totals)
+        rounds.reads.asked = dict.fromkeys(self.tables, 0)
+        return rounds
 
     def _narrow_storages(self) -> dict[str, NarrowStorage]:
         return dict(self._narrow_shards())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Tally:
-    """Ids of a table that were looked up to be trained on, and how many of them had no row, since it was last cleared."""
+    """Ids of a table that were looked up to be trained on, as often as they were, and how many of them had no row."""
 
     reads: int = 0
     unfound: int = 0
@@ -33,10 +33,12 @@ class Tally:
         reads, unfound = _on_devices(tallies)
         return reads + sum(tally.reads for tally in tallies), unfound + sum(tally.unfound for tally in tallies)
 
-    def clear(self) -> None:
-        self.reads = self.unfound = 0
-        if self.counter is not None:
-            self.counter.zero_()
+    @staticmethod
+    def reads_of(tallies: Sequence[Tally]) -> list[int]:
+        """Of each of them."""
+        counters = [tally.counter for tally in tallies if tally.counter is not None]
+        counted = iter(torch.stack(counters)[:, 0].tolist() if counters else ())  # one wait for all
+        return [tally.reads + (0 if tally.counter is None else next(counted)) for tally in tallies]
 
 
 def _on_devices(tallies: Sequence[Tally]) -> tuple[int, int]:

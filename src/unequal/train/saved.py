@@ -239,6 +239,11 @@ class SavedCheckpoint:
         """What was known of the popularity of rows with a width budget; see `unequal.width.Shifts`."""
         return self._index.get("watched")
 
+    @property
+    def reads(self) -> dict[str, float] | None:
+        """How often each table was read in training, where rows have a width budget."""
+        return self._index.get("reads")
+
     def has(self, table: str, ids: Tensor | Iterable[int]) -> Tensor:
         """Of every id, whether it has a row."""
         saved, ids = self._table(table), _ids(ids)

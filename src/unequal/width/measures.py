@@ -39,12 +39,12 @@ def means(columns: Mapping[str, int], utilities: Mapping[str, Tensor], totals: T
     found, at = {}, 0
     for name, count in columns.items():
         added, numbers = together[at : at + count], together[at + count]
-        found[name] = torch.tensor([_rounded(value / numbers) if value > 0 else 1.0 for value in added])
+        found[name] = torch.tensor([rounded(value / numbers) if value > 0 else 1.0 for value in added])
         at += count + 1
     return found
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """To 12 bits: ranks add up in another order than one process, and must not choose otherwise for it."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(mantissa * MANTISSA) / MANTISSA, exponent)

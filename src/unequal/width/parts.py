@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.request import Records, mix64
 from ..storage.memory import give_back_freed
 from ..storage.narrow import Census, NarrowStorage
+from .evidence import believed
 from .policy import Policy, Rows
 
 SAMPLE = 200_000
@@ -113,10 +114,11 @@ class Part:
         self.new: Tensor = self.old
         self._draws = 0
 
-    def measure(self, share: float, unit: Tensor | None = None) -> Part:
-        """Makes what its rows are worth comparable with those of other tables, where so much of all values is kept: in this unit
-        of each number, or as it is."""
-        utilities = self.census.utilities if unit is None else self.census.utilities / unit.to(self.census.ids.device)
+    def measure(self, share: float, unit: Tensor | None = None, doubt: float = 0.0) -> Part:
+        """Makes what its rows are worth comparable with those of other tables, where so much of all values is kept: as far as it
+        is believed, and in this unit of each number, or as it is."""
+        utilities = believed(self.census.utilities, doubt)
+        utilities = utilities if unit is None else utilities / unit.to(self.census.ids.device)
         self.rows = Rows(self.policy.measure(utilities, share), self.records.chunks, self.records.chunk)
         return self
 

@@ -45,6 +45,8 @@ class Policy(ABC):
     """whether small tables may have rows that are all equally wide, where following them would cost more than it brings"""
     inherits: ClassVar[bool] = False
     """whether new chunks of a row begin with what the optimizer knows of its others, unless Width.state says otherwise"""
+    enough: float = 0.0
+    """reads of a row after which half of what it seems to be worth is believed; 0: all of it, always"""
     percentile: ClassVar[float | None] = None
     """of a table's rows, in whose worth the others' is measured; None: as Width.thresholds says"""
 
@@ -63,7 +65,9 @@ class WaterFilling(Policy):
     large one they are whole or not there. Importance: norms of gradients, whatever of the row exists.
 
     Where little is kept a first value for one more row is worth more than one more for a row that has some; where half is kept
-    the rows that are left are those from which nothing is learnt, or what does not last. So alpha grows with the share."""
+    the rows that are left are those from which nothing is learnt, or what does not last. So alpha grows with the share.
+
+    Rows that were read a few times count with less than they seem to be worth; see evidence.py."""
 
     name: ClassVar[str] = "water-filling"
     kind: ClassVar[int] = GRADIENT
@@ -75,6 +79,7 @@ class WaterFilling(Policy):
     most: float = 3.0
     """of alpha, whatever is kept: beyond that rows are whole or not there anyway"""
     theta: float = 0.5
+    enough: float = 50.0
 
     def power(self, share: float) -> float:
         """alpha, where this share of all values is kept: 0.8 up to an eighth, 1 at a quarter, 2.2 at a half."""

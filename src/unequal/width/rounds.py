@@ -15,6 +15,7 @@ from ..storage.memory import give_back_freed
 from ..storage.narrow import NarrowStorage
 from ..tables import Table
 from .config import Width
+from .evidence import Reads, doubts
 from .intervals import Intervals
 from .measures import Totals, alone_in_all, means, percentiles
 from .parts import Part, Sample, changes_of, choose_all, listed, samples_of
@@ -88,13 +89,17 @@ class Rounds:
         names = [f"{group.name}: {group.budget.share or group.budget.size}" for group in self.groups]
         tallies = [[self.how[name].tally for name in group.tables] for group in self.groups]
         self.shifts = Shifts(width.every, settled, dict(zip(names, tallies)))
+        self.reads = Reads({name: self.how[name].tally for name in tables})
 
     def attach(
-        self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None
-    ) -> None:
-        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them."""
+        self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None,
+        reads: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them; `reads`:
+        this rank's part of how often they were read."""
         self.storages = dict(storages)
         self.shifts.load(watched)
+        self.reads.load(reads if step or reads is not None else dict.fromkeys(self.tables, 0.0))
         self._fill_purses(step)
 
     def _fill_purses(self, step: int) -> None:
@@ -305,8 +310,16 @@ class Rounds:
         full = group.full or self.total(float(sum(len(part.old) * part.storage.table.dim for part in parts)))
         share = min(1.0, budget / max(1.0, full))
         names = [name for name in group.tables if name in self.storages]
-        units = self._units(group, {name: part.census.utilities for name, part in zip(names, parts)})
-        return self._together(lambda: [part.measure(share, units.get(name)) for name, part in zip(names, parts)])
+        utilities = {name: part.census.utilities for name, part in zip(names, parts)}
+        units, doubt = self._units(group, utilities), self._doubts(group, utilities)
+        return self._together(
+            lambda: [part.measure(share, units.get(name), doubt.get(name, 0.0)) for name, part in zip(names, parts)]
+        )
+
+    def _doubts(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, float]:
+        """What rows of each table must seem to be worth to count with half of it; nothing where all is believed."""
+        enough = self.policy.enough
+        return doubts(group.tables, self.reads, enough, utilities, self.totals) if enough else {}
 
     def _units(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the worth of rows of each table is measured by; nothing where all are compared as they are."""

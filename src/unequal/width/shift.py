@@ -69,11 +69,19 @@ class Shifts:
     tallies: Mapping[str, Sequence[Tally]]
     """of the tables of each budget"""
     usual: dict[str, Usual] = field(init=False)
+    seen: dict[str, tuple[int, int]] = field(init=False)
+    """of this rank's tallies, before the window that is not yet over"""
     since: int | None = None
     """the step as if at which training had begun when popularity last shifted"""
 
     def __post_init__(self) -> None:
         self.usual = {name: Usual() for name in self.tallies}
+        self.seen = {name: Tally.sums(tallies) for name, tallies in self.tallies.items()}
+
+    def _counted(self, name: str) -> tuple[int, int]:
+        """Reads of this window on this rank, and how many found no row."""
+        (reads, unfound), (reads_before, unfound_before) = Tally.sums(self.tallies[name]), self.seen[name]
+        return reads - reads_before, unfound - unfound_before
 
     def ends_window(self, step: int) -> bool:
         return self.every >= WINDOWS and step % (self.every // WINDOWS) == 0
@@ -83,13 +91,12 @@ class Shifts:
         where it has, ids that are popular get one anyway."""
         shifted = False
         knows = step >= self.settled and (self.since is None or step - self.since >= self.every)
-        for number, (name, tallies) in enumerate(self.tallies.items()):
+        for number, name in enumerate(self.tallies):
             usual = self.usual[name]
-            own = Tally.sums(tallies)
+            own = self._counted(name)
             reads, unfound = usual.reads + total(float(own[0])), usual.unfound + total(float(own[1]))
             usual.reads = usual.unfound = 0.0
-            for tally in tallies:
-                tally.clear()
+            self.seen[name] = self.seen[name][0] + own[0], self.seen[name][1] + own[1]
             if not knows or not reads or not spent(number):
                 continue
             shifted |= usual.exceeded(unfound / reads, reads)
@@ -102,7 +109,7 @@ class Shifts:
 
     def state(self) -> dict[str, Any]:
         """What is to be saved, as far as this rank knows it: `together` makes one of all ranks'."""
-        counted = {name: Tally.sums(tallies) for name, tallies in self.tallies.items()}
+        counted = {name: self._counted(name) for name in self.tallies}
         return {
             "since": self.since,
             "usual": {name: asdict(usual) for name, usual in self.usual.items()},
@@ -120,9 +127,7 @@ class Shifts:
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """`state`: as `together` gives it. Of budgets that it does not have nothing is known."""
-        for tallies in self.tallies.values():
-            for tally in tallies:
-                tally.clear()
+        self.seen = {name: Tally.sums(tallies) for name, tallies in self.tallies.items()}
         known = {} if state is None else state["usual"]
         self.since = None if state is None else state["since"]
         self.usual = {name: Usual(**known[name]) if name in known else Usual() for name in self.tallies}

@@ -80,11 +80,11 @@ def read_vectors(records: Records, slots: Tensor) -> Tensor:
     return out
 
 
-def fresh_values(rows: TableRows, ids: Tensor, columns: Tensor, std: float) -> Tensor:
-    """[ids, columns] float32, as `initialize` draws them."""
+def fresh_values(rows: TableRows, ids: Tensor, columns: Tensor, widths: Tensor) -> Tensor:
+    """[ids, columns] float32, as `initialize` draws them. widths [ids, 1]: of the uniform distribution."""
     words = mix64(keys_of(rows.key, ids)[:, None] + (columns // 2 + 1) * signed(GOLDEN))
     bits = torch.where(columns % 2 == 1, shift_right(words, 8), shift_right(words, 40)) & 0xFFFFFF
-    return (bits.float() * 2.0**-24 - 0.5) * torch.tensor(2 * math.sqrt(3) * std, dtype=torch.float32)
+    return (bits.float() * 2.0**-24 - 0.5) * widths
 
 
 def spread_over(ids: Tensor, places: int) -> Tensor:
@@ -177,7 +177,8 @@ def rebuild(
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
     where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
-    a share of the largest of the row's others; an average over the row counts them with as much."""
+    a share of the largest of the row's others; an average over the row counts them with as much; and they are drawn from ± half
+    of the row's largest value, where that is more than what new rows have."""
     records = rows.records
     assert records is not None
     chunks = chunks_of(records, slots)
@@ -185,7 +186,12 @@ def rebuild(
     starts = words.cumsum(0) - words
     made = torch.zeros(int(words.sum()))
     columns = torch.arange(records.dim)
-    vectors = fresh_values(rows, ids, columns, std).to(records.dtype)
+    widths = torch.full((ids.numel(), 1), 2 * math.sqrt(3) * std, dtype=torch.float32)
+    for k, which, places in by_class(records, old):
+        if inherit and k:
+            held = values_of(records, k, read_records(records, k, places))
+            widths[which] = torch.maximum(widths[which], held.float().abs().amax(1, keepdim=True))
+    vectors = fresh_values(rows, ids, columns, widths).to(records.dtype)
     states = [torch.zeros(ids.numel(), records.dim if per == "value" else 1) for _, per in rows.optimizer.state]
     usefulness = torch.zeros(ids.numel(), records.utilities)
     for k, which, places in by_class(records, old):

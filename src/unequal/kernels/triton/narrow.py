@@ -52,7 +52,7 @@ def _move_state(
 def _rebuild(
     classes, addresses, ids, old, slots, masks, starts, made, count, class_bits, slab_log2, key, std_width, inherit,
     DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr, OPTIMIZER: tl.constexpr,
-    MASKED: tl.constexpr, EACH: tl.constexpr, SQUARES: tl.constexpr,
+    MASKED: tl.constexpr, EACH: tl.constexpr, SQUARES: tl.constexpr, INHERITS: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
     ROWS: tl.constexpr = rows_in_tile(DIM, TILE)
@@ -79,7 +79,11 @@ def _rebuild(
     lives = lives & here[:, None] & (columns < DIM)[None, :]
     all_old = lived & had[:, None] & (columns < DIM)[None, :]
     lived = all_old & lives
-    drawn = fresh(row_key(key, tl.load(ids + i, mask=here, other=0))[:, None], columns[None, :], std_width)
+    widths = tl.full((ROWS,), 0.0, tl.float32) + std_width
+    if INHERITS:
+        all_held = tl.load(record.to(tl.pointer_type(DTYPE))[:, None] + at_old, mask=all_old, other=0.0)
+        widths = tl.maximum(widths, tl.max(tl.abs(all_held.to(tl.float32)), 1))
+    drawn = fresh(row_key(key, tl.load(ids + i, mask=here, other=0))[:, None], columns[None, :], widths[:, None])
     held = tl.load(record.to(tl.pointer_type(DTYPE))[:, None] + at_old, mask=lived, other=0.0)
     values = tl.where(lived, held, nearest(drawn, DTYPE))
     tl.store(to.to(tl.pointer_type(DTYPE))[:, None] + at_new, values, mask=lives)
@@ -173,7 +177,8 @@ def rebuild(
 ) -> tuple[Tensor, Tensor]:
     """The records of rows at new slots, one after the other, and where each begins. `old`: the slot that a row has now, or -1
     where it is new. Chunks that a row had are kept, others are fresh. `inherit`: squares of gradients of new values begin as such
-    a share of the largest of the row's others; an average over the row counts them with as much."""
+    a share of the largest of the row's others; an average over the row counts them with as much; and they are drawn from ± half
+    of the row's largest value, where that is more than what new rows have."""
     records, device = _records(rows), ids.device
     sizes = _on_device(tuple(records.layout[:, 5].tolist()), device)
     words = sizes[slots & ((1 << records.class_bits) - 1)]
@@ -185,7 +190,7 @@ def rebuild(
     seed = signed(rows.key)
     constants = (
         records.dim, TILE, records.chunk, DTYPES[records.dtype], rows.optimizer.code, records.masked, records.utilities,
-        rows.optimizer.squares if inherit > 0 else -1,
+        rows.optimizer.squares if inherit > 0 else -1, inherit > 0,
     )  # fmt: skip
     launch(
         _COMPILED, (device, *constants, -(2**31) <= seed < 2**31, alignments(classes, addresses, *parts, starts, made)),

@@ -1,0 +1,85 @@
+"""How much is known of a row. What rows are worth is counted from what training has shown of them, and of a row that was read a few
+times that is chance above all: what it would learn holds for those reads and not for the next ones. So a row counts with the
+share n / (n + enough) of what it seems to be worth, n being how often it was read.
+
+Nobody counts the reads of every row: of all that its table was read, a row has about the same share as of what all of the
+table's rows seem to be worth. Then n / (n + enough) is worth / (worth + doubt), with one number, the doubt, for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..storage.tally import Tally
+from .measures import Totals, rounded
+
+
+@dataclass(slots=True)
+class Reads:
+    """How often each table was read in training."""
+
+    tallies: Mapping[str, Tally]
+    asked: dict[str, int] | None = None
+    """many ranks: how often this one's samples did, by table, as the tallies of what others ask for do not say it"""
+    before: dict[str, float] | None = None
+    """this rank's part of what there was when rows were loaded; None where it is not known, and all is believed from then on"""
+    seen: dict[str, int] = field(default_factory=dict)
+    """of this rank's own by then"""
+
+    def note(self, tables: Sequence[str], counts: Sequence[int]) -> None:
+        """This rank's samples read these tables as often."""
+        assert self.asked is not None
+        for name, count in zip(tables, counts):
+            self.asked[name] += count
+
+    def _own(self) -> dict[str, int]:
+        if self.asked is not None:
+            return dict(self.asked)
+        return dict(zip(self.tallies, Tally.reads_of(list(self.tallies.values()))))
+
+    def counted(self) -> dict[str, float] | None:
+        """This rank's part of all so far; ranks' parts add up."""
+        before = self.before
+        return None if before is None else {n: before[n] + own - self.seen[n] for n, own in self._own().items()}
+
+    def load(self, part: Mapping[str, float] | None) -> None:
+        """Goes on from there."""
+        self.seen = self._own()
+        self.before = dict(part) if part is not None and part.keys() == self.tallies.keys() else None
+
+    @staticmethod
+    def together(parts: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+        """Of all ranks."""
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return {name: sum(part[name] for part in known) for name in known[0]}
+
+
+def divided(reads: Mapping[str, float] | None, ranks: int) -> dict[str, float] | None:
+    """A rank's part of what is known of all."""
+    return None if reads is None else {name: count / ranks for name, count in reads.items()}
+
+
+def doubts(
+    tables: Sequence[str], reads: Reads, enough: float, utilities: Mapping[str, Tensor], totals: Totals
+) -> dict[str, float]:
+    """Of each table, what a row must seem to be worth to count with half of it: so much has one that was read `enough` times.
+    Nothing where it is not known how often rows were read; 0 where none was. `utilities`: of those that this rank has a part of."""
+    counted = reads.counted()
+    if counted is None:
+        return {}
+    here = [name for name in tables if name in utilities]
+    sums = [utilities[name].sum(dtype=torch.float64) for name in here]
+    own = dict(zip(here, torch.stack(sums).tolist() if sums else ()))
+    numbers = totals(np.array([[own.get(name, 0.0), counted[name]] for name in tables]).ravel()).reshape(-1, 2).tolist()
+    return {name: rounded(enough * worth / count) if count else 0.0 for name, (worth, count) in zip(tables, numbers)}
+
+
+def believed(utilities: Tensor, doubt: float) -> Tensor:
+    """What rows count with."""
+    return utilities * (utilities / (utilities + doubt)) if doubt > 0 else utilities
