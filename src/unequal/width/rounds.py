@@ -32,6 +32,8 @@ FITS, FITTING = 4, 0.01
 """tries to find the values that take a budget in bytes, and what part of it may be left over; as many again not to exceed it"""
 ENTRY, PADDING = 26, 8
 """bytes of a directory for a row, at the most, and between records"""
+FEW = 10
+"""reads of a row on average before which it is not known what share of ids usually has none"""
 MUCH = 1 << 24
 """bytes of tables on the host from which what a round needed goes back to the system. It takes what steps have freed along, which
 they must ask for again: of smaller tables a round would cost a multiple of what it does"""
@@ -153,7 +155,7 @@ class Rounds:
                 self._fill_purses(step)
             return None
         if self.width.adapt and self.shifts.ends_window(step):
-            self.shifts.look(step, self.total, self._is_spent)
+            self.shifts.look(step, self.total, lambda number: self._is_spent(number) and self._is_settled(number))
         since = self.shifts.since if self.width.adapt else None
         shifted = since is not None and self.intervals.is_round_after_shift(step - since)
         return self.round(step, shifted) if shifted or self.is_round(step) else None
@@ -170,6 +172,15 @@ class Rounds:
         """Whether some table of a group has to refuse new rows."""
         group = self.groups[number]
         return group.purse.left < max(self.how[name].start * self.how[name].chunk for name in group.tables)
+
+    def _is_settled(self, number: int) -> bool:
+        """Whether rows that live have been read a few times each. Before that rounds find out who they should be, and ids without
+        a row are others after each of them."""
+        group, counted = self.groups[number], self.reads.counted()
+        if not self.policy.enough or counted is None:
+            return True
+        reads = self.total(sum(counted[name] for name in group.tables))
+        return reads >= FEW * self.total(float(sum(storage.live for storage in self._of(group))))
 
     def round(self, step: int, shifted: bool = False) -> RoundReport:
         pruned = regained = 0
