@@ -165,6 +165,10 @@ class Tables(RuleBasedStateMachine):
             new = live if before is None else live & ~before.live
             fresh = new.repeat_interleave(CHUNK)
             assert now.values[fresh].all(), "new chunks begin with values of their own"
+            most = 3**0.5 * self.module.tables["t"].init_std
+            if before is not None and before.live.any() and self.state == "row":
+                most = max(most, float(before.values.abs().max()) / 2)
+            assert not fresh.any() or now.values[fresh].abs().max() <= most * 1.0001, "beside which they are not large"
             row = Row(live.clone(), torch.zeros(DIM), torch.zeros(DIM), utility.clone())
             if before is not None:
                 row.values, row.sums, row.utility = (
