@@ -22,7 +22,7 @@ from .report import BenchmarkError, merge, stamp
 NAMES = (
     *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
     *("distributed", "codecs", "simulate", "tiers", "drift"),
-    *("width_quality", "width_memory", "width_speed", "width_drift", "width_exchange"),
+    *("width_quality", "width_events", "width_memory", "width_speed", "width_drift", "width_exchange"),
 )
 ASKED = ("width_quality",)
 """that take hours, and are run when they are named"""
@@ -32,7 +32,9 @@ APART = {
     "tiers": RESULTS.with_name("cluster.json"),
     "drift": RESULTS.with_name("cluster.json"),
     "width_exchange": RESULTS.with_name("cluster.json"),
-    **dict.fromkeys(("width_quality", "width_memory", "width_speed", "width_drift"), RESULTS.with_name("width.json")),
+    **dict.fromkeys(
+        ("width_quality", "width_events", "width_memory", "width_speed", "width_drift"), RESULTS.with_name("width.json")
+    ),
 }
 """benchmarks whose results do not depend on the machine, or are too many for one file"""
 

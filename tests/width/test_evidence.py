@@ -33,8 +33,9 @@ def test_half_is_believed_where_a_row_was_read_often_enough():
     worth = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
     reads = Reads({"a": Tally(), "b": Tally()}, before={"a": 70.0, "b": 0.0}, seen={"a": 0, "b": 0})
     reads.tallies["a"].note(10, 3)
-    found = doubts(["a", "b"], reads, 20.0, {"a": worth, "b": worth}, alone_in_all)
+    found = doubts(["a", "b"], reads, 20.0, {"a": worth, "b": worth}, {"a", "b"}, alone_in_all)
     assert found == {"a": 2.0, "b": 0.0}
+    assert not doubts(["a", "b"], reads, 20.0, {"a": worth, "b": worth}, {"a"}, alone_in_all), "some are not followed"
     counted = believed(worth, found["a"])[:, 0].tolist()
     assert counted == pytest.approx([1 / 3, 1.0, 1.0, 9 / 5])
     assert believed(worth, 0.0) is worth
@@ -48,7 +49,7 @@ def test_doubts_are_those_of_all_ranks():
     for part, counts in zip(parts, [(10, 20), (20, 80)]):
         part.load({"a": 0.0, "b": 0.0})
         part.note(tables, counts)
-    own = [np.array([3.0, 10.0, 0.0, 20.0]), np.array([0.0, 20.0, 5.0, 80.0])]
+    own = [np.array([3.0, 10, 0, 0, 20, 0]), np.array([0.0, 20, 0, 5, 80, 0])]
 
     def totals(rank):
         def together(values):
@@ -58,7 +59,7 @@ def test_doubts_are_those_of_all_ranks():
         return together
 
     held = [{"a": worth["a"]}, {"b": worth["b"]}]
-    found = [doubts(tables, part, 30.0, held[rank], totals(rank)) for rank, part in enumerate(parts)]
+    found = [doubts(tables, part, 30.0, held[rank], held[rank], totals(rank)) for rank, part in enumerate(parts)]
     assert found[0] == found[1] == {"a": 3.0, "b": 1.5}
 
 

@@ -1,13 +1,14 @@
-"""How much is known of a row. What rows are worth is counted from what training has shown of them, and of a row that was read a few
-times that is chance above all: what it would learn holds for those reads and not for the next ones. So a row counts with the
+"""How much is known of a row. What rows are worth is counted from what training has shown of them, and of a row that was read a
+few times that is chance above all: what it would learn holds for those reads and not for the next ones. So a row counts with the
 share n / (n + enough) of what it seems to be worth, n being how often it was read.
 
 Nobody counts the reads of every row: of all that its table was read, a row has about the same share as of what all of the
-table's rows seem to be worth. Then n / (n + enough) is worth / (worth + doubt), with one number, the doubt, for each table."""
+table's rows seem to be worth. Then n / (n + enough) is worth / (worth + doubt), with one number, the doubt, for each table. It
+takes tables of which all ids are followed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,18 +67,29 @@ def divided(reads: Mapping[str, float] | None, ranks: int) -> dict[str, float] |
 
 
 def doubts(
-    tables: Sequence[str], reads: Reads, enough: float, utilities: Mapping[str, Tensor], totals: Totals
+    tables: Sequence[str],
+    reads: Reads,
+    enough: float,
+    utilities: Mapping[str, Tensor],
+    whole: Collection[str],
+    totals: Totals,
 ) -> dict[str, float]:
-    """Of each table, what a row must seem to be worth to count with half of it: so much has one that was read `enough` times.
-    Nothing where it is not known how often rows were read; 0 where none was. `utilities`: of those that this rank has a part of."""
+    """Of each table, what a row must seem to be worth to count with half of it: so much has one that was read `enough` times; 0
+    where nothing was read. `utilities`: of those that this rank has a part of; `whole`: of which it follows all of its ids.
+
+    Nothing where it is not known how often rows were read, or some ids of any table are not followed: then those that are seem to
+    have been read more often than they were, and would be believed more than rows of other tables."""
     counted = reads.counted()
     if counted is None:
         return {}
     here = [name for name in tables if name in utilities]
     sums = [utilities[name].sum(dtype=torch.float64) for name in here]
     own = dict(zip(here, torch.stack(sums).tolist() if sums else ()))
-    numbers = totals(np.array([[own.get(name, 0.0), counted[name]] for name in tables]).ravel()).reshape(-1, 2).tolist()
-    return {name: rounded(enough * worth / count) if count else 0.0 for name, (worth, count) in zip(tables, numbers)}
+    numbers = [[own.get(name, 0.0), counted[name], name in own and name not in whole] for name in tables]
+    worth, count, lacking = totals(np.array(numbers, np.float64).ravel()).reshape(-1, 3).T.tolist()
+    if any(lacking):
+        return {}
+    return {name: rounded(enough * of / n) if n else 0.0 for name, of, n in zip(tables, worth, count)}
 
 
 def believed(utilities: Tensor, doubt: float) -> Tensor:

@@ -329,8 +329,8 @@ class Rounds:
 
     def _doubts(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, float]:
         """What rows of each table must seem to be worth to count with half of it; nothing where all is believed."""
-        enough = self.policy.enough
-        return doubts(group.tables, self.reads, enough, utilities, self.totals) if enough else {}
+        enough, whole = self.policy.enough, {name for name in utilities if self.how[name].by_id}
+        return doubts(group.tables, self.reads, enough, utilities, whole, self.totals) if enough else {}
 
     def _units(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the worth of rows of each table is measured by; nothing where all are compared as they are."""
