@@ -49,7 +49,7 @@ def test_doubts_are_those_of_all_ranks():
     for part, counts in zip(parts, [(10, 20), (20, 80)]):
         part.load({"a": 0.0, "b": 0.0})
         part.note(tables, counts)
-    own = [np.array([3.0, 10, 0, 0, 20, 0]), np.array([0.0, 20, 0, 5, 80, 0])]
+    own = [np.array([3.0, 0, 10, 20, 0]), np.array([0.0, 5, 20, 80, 0])]
 
     def totals(rank):
         def together(values):

@@ -79,16 +79,19 @@ def doubts(
 
     Nothing where it is not known how often rows were read, or some ids of any table are not followed: then those that are seem to
     have been read more often than they were, and would be believed more than rows of other tables."""
-    counted = reads.counted()
-    if counted is None:
+    if reads.before is None:
         return {}
     here = [name for name in tables if name in utilities]
-    sums = [utilities[name].sum(dtype=torch.float64) for name in here]
-    own = dict(zip(here, torch.stack(sums).tolist() if sums else ()))
-    numbers = [[own.get(name, 0.0), counted[name], name in own and name not in whole] for name in tables]
-    worth, count, lacking = totals(np.array(numbers, np.float64).ravel()).reshape(-1, 3).T.tolist()
-    if any(lacking):
+    numbers, lacking = np.zeros((2, len(tables))), any(name not in whole for name in here)
+    counted = None if lacking else reads.counted()  # a device is waited for only where it matters
+    if counted is not None:
+        sums = [utilities[name].sum(dtype=torch.float64) for name in here]
+        own = dict(zip(here, torch.stack(sums).tolist() if sums else ()))
+        numbers = np.array([[own.get(name, 0.0) for name in tables], [counted[name] for name in tables]])
+    *together, ranks_lacking = totals(np.append(numbers.ravel(), float(lacking))).tolist()
+    if ranks_lacking:
         return {}
+    worth, count = together[: len(tables)], together[len(tables) :]
     return {name: rounded(enough * of / n) if n else 0.0 for name, of, n in zip(tables, worth, count)}
 
 
