@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch import Batch, Jagged
 from ..errors import CheckpointError, DataError, RecipeError, UserError, nearest
@@ -22,8 +22,9 @@ from ..storage.narrow import Narrowing, NarrowStorage
 from ..storage.narrow_device import DeviceLocator
 from ..storage.narrow_host import HostLocator
 from ..tables import Feature, Table
-from ..width import RoundReport, Rounds, Width
+from ..width import Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
+from .narrow import NarrowTables
 from .output import Output
 
 
@@ -35,7 +36,7 @@ def exact_device(device: torch.device | str) -> torch.device:
     )
 
 
-class Embeddings(nn.Module):
+class Embeddings(NarrowTables):
     """Embedding tables and the features that read them.
 
     In training mode, `backward` through the output updates the rows that were read, once each; there is no gradient tensor
@@ -116,14 +117,6 @@ class Embeddings(nn.Module):
 
     def _narrowing(self, table: str) -> Narrowing | None:
         return None if self._rounds is None else self._rounds.how[table]
-
-    def _narrow_storages(self) -> dict[str, NarrowStorage]:
-        return {name: storage for name, storage in self._storages.items() if isinstance(storage, NarrowStorage)}
-
-    @property
-    def width_reports(self) -> list[RoundReport]:
-        """What every round of widths did; none where all rows are whole."""
-        return [] if self._rounds is None else self._rounds.reports
 
     @property
     def step(self) -> int:
@@ -407,29 +400,6 @@ class Embeddings(nn.Module):
     def shard_storages(self) -> list[tuple[Shard, Storage]]:
         """Every table's storage and which part of the table it is: here the whole."""
         return [(Shard(name, 0, storage.table.dim, 0, 1, 0), storage) for name, storage in self._storages.items()]
-
-    def tables_filled(
-        self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
-        reads: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        """To be called where rows were put into the tables from outside: what a width budget leaves for new ones is counted anew,
-        or is what it was. `purses`: by table. `watched`: what was known of their popularity; `reads`: this rank's part of how
-        often they were read. All ranks call it."""
-        if self._rounds is None:
-            return
-        self._generation += 1
-        self._rounds.attach(self._narrow_storages(), self.step, watched, reads)
-        if purses is not None:
-            for group in self._rounds.groups:
-                group.purse.left = purses[group.tables[0]]
-
-    def watched(self) -> dict[str, Any] | None:
-        """What this rank knows of the popularity of rows, where they have a width budget; see `unequal.width.Shifts`."""
-        return None if self._rounds is None else self._rounds.shifts.state()
-
-    def table_reads(self) -> dict[str, float] | None:
-        """This rank's part of how often each table was read in training, where rows have a width budget and it is known."""
-        return None if self._rounds is None else self._rounds.reads.counted()
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, optimizer state and directories over all tables."""

@@ -143,7 +143,9 @@ class Trainer:
         if recipe.run.steps:
             self.total_steps = min(self.total_steps, recipe.run.steps)
         self.schedule = recipe.schedule.build(self.total_steps)
-        self.recipe = replace(recipe, schedule=replace(recipe.schedule, total_steps=self.schedule.total_steps))
+        width = None if recipe.width is None else recipe.width.for_steps(self.total_steps)
+        schedule = replace(recipe.schedule, total_steps=self.schedule.total_steps)
+        self.recipe = replace(recipe, schedule=schedule, width=width)
         if recipe.run.early_stop and not self.validation.rows:
             raise UserError(
                 "run.early_stop: expected a validation part, got none; set data.split.validation, or 0 here"
@@ -361,13 +363,15 @@ class Trainer:
         if None not in losses:
             self.validation_losses.append(sum(losses) / len(losses))
         at.evaluated_step = at.step
-        at.evaluations_since_best += 1
+        # Rows that begin whole must have shrunk: the best is one that the budget allows.
+        allowed = not self.embeddings.over_budget()
+        at.evaluations_since_best += allowed
         value = result.value
-        better = at.best_score is None or value > at.best_score
+        better = allowed and (at.best_score is None or value > at.best_score)
         if better:
             at.best_score, at.best_step, at.evaluations_since_best = value, at.step, 0
         self.log.write("validation", at.step, at.epoch, result.metrics)
-        area, mark = result.metrics["auc"], "  (best so far)" if better else ""
+        area, mark = result.metrics["auc"], "  (best so far)" if better else "" if allowed else "  (over the budget)"
         words = f"AUC {'undefined' if area is None else f'{area:.4f}'}, log loss {result.metrics['log_loss']:.4f}"
         self.shown.say(f"step {at.step:,}, epoch {at.epoch}: validation {words}{mark}")
         self.exchange.skip()

@@ -47,7 +47,7 @@ class WidthConfig:
     start: str = _default("start")
     """"small": inside the budget from the first step on; "full": new rows are whole, and shrink in the first rounds."""
     ramp: int = _default("ramp")
-    """Steps in which they do."""
+    """Steps in which they do; in a short training half of its steps."""
     state: str | None = None
     """What the optimizer knows of chunks that a row gets beside those it has: nothing ("fresh"), or some of what it knows of the
     others ("row"). Left out: "row" with water-filling, otherwise "fresh"."""
@@ -87,6 +87,10 @@ class WidthConfig:
     def as_found(self) -> WidthConfig:
         """The same, with no word of how the budget was looked for."""
         return replace(self, tolerance=type(self)().tolerance, auto_steps=0)
+
+    def for_steps(self, steps: int) -> WidthConfig:
+        """The same for a training of so many: one that ends before rows have shrunk would end over its budget."""
+        return replace(self, ramp=max(1, min(self.ramp, steps // 2))) if self.start == "full" else self
 
     def build(self) -> Width:
         if self.searches:

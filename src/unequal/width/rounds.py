@@ -144,6 +144,17 @@ class Rounds:
     def _is_ramp(self, group: Group, step: int) -> bool:
         return bool(self.width.start == "full" and step < self.width.ramp and group.full)
 
+    def is_over(self) -> bool:
+        """Whether the tables hold more than they may in the end: rows that began whole still shrink. All ranks call it."""
+        over = False
+        for group in self.groups:
+            share, size, parts = group.budget.share, group.budget.size, self._of(group)
+            if share is not None:
+                over |= self.total(float(sum(part.values for part in parts))) > share * group.full + 0.5
+            elif size is not None:
+                over |= self.total(float(sum(sum(part.memory().values()) for part in parts))) > size
+        return over
+
     def _size(self, group: Group, step: int) -> int | None:
         """The budget in bytes after so many steps, where it is given in bytes."""
         return None if self._is_ramp(group, step) else group.budget.size
