@@ -375,7 +375,12 @@ def round_without_memory(rank, world, problem, placement):
     module = uq.shard(problem.embeddings("meta"), placement)
     parts = share_out(problem, None, rank, world)
     train(module, problem, parts[:5])
-    before = {name: part.clone() for name, part in module.state_dict().items() if "utilit" not in name}
+
+    def tables():
+        """Without what rows are worth and save, which a round brings up to date."""
+        return {k: v.clone() for k, v in module.state_dict().items() if "utilit" not in k and k != "savings"}
+
+    before = tables()
     real = NarrowStorage._slab
     if rank == 1:
         NarrowStorage._slab = lambda self, k, rows: (_ for _ in ()).throw(MemoryError("no memory for a slab"))
@@ -384,7 +389,7 @@ def round_without_memory(rank, world, problem, placement):
             report = module._rounds.round(8)
     finally:
         NarrowStorage._slab = real
-    same = same_bits(before, {name: part for name, part in module.state_dict().items() if "utilit" not in name})
+    same = same_bits(before, tables())
     train(module, problem, parts[5:])
     return report.failed, same
 

@@ -28,6 +28,10 @@ def train(module, steps, size=8, seed=0):
         (module(batch).pooled ** 2).sum().backward()
 
 
+def reads_of(module):
+    return module.shown()["reads"]
+
+
 def test_half_is_believed_where_a_row_was_read_often_enough():
     """Four rows share 80 reads as they share what they are worth: of the row that was read 20 times half counts."""
     worth = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
@@ -75,7 +79,7 @@ def test_reads_of_training_are_counted(monkeypatch, kernels):
     module(uq.Batch(("f0", "f1"), train_ids, torch.ones_like(train_ids)).to(module.device))  # is not counted
     module.train()
     train(module, 2, size=4)
-    assert module.table_reads() == {"t0": 32.0, "t1": 32.0}
+    assert reads_of(module) == {"t0": 32.0, "t1": 32.0}
 
 
 def test_rows_that_were_read_a_few_times_get_less():
@@ -105,14 +109,14 @@ def test_saved_and_loaded(tmp_path):
     module, other, third = module_of(), module_of(), module_of()
     train(module, 6)
     path = checkpoint.save(tmp_path, 1, {}, {}, embeddings=module)
-    assert checkpoint.open(path).reads == module.table_reads() == {"t0": 48.0, "t1": 48.0}
+    assert checkpoint.open(path).shown["reads"] == reads_of(module) == {"t0": 48.0, "t1": 48.0}
     train(other, 3, seed=1)  # what was there is gone
     checkpoint.load(path, embeddings=other)
     third.load_state_dict(module.state_dict())
-    assert other.table_reads() == third.table_reads() == module.table_reads()
+    assert reads_of(other) == reads_of(third) == reads_of(module)
     for each in (module, other, third):
         train(each, 4, seed=2)
-        assert each.table_reads() == {"t0": 80.0, "t1": 80.0}
+        assert reads_of(each) == {"t0": 80.0, "t1": 80.0}
 
 
 def test_checkpoints_that_do_not_say_it(tmp_path, monkeypatch):
@@ -120,12 +124,12 @@ def test_checkpoints_that_do_not_say_it(tmp_path, monkeypatch):
     module, other = module_of(), module_of()
     train(module, 6)
     path = checkpoint.save(tmp_path, 1, {}, {}, embeddings=module)
-    monkeypatch.setattr(type(checkpoint.open(path)), "reads", None)
+    monkeypatch.setattr(type(checkpoint.open(path)), "shown", None)
     checkpoint.load(path, embeddings=other)
-    assert other.table_reads() is None
+    assert reads_of(other) is None
     train(other, 4)
     assert other.width_reports[-1].values
-    assert checkpoint.open(checkpoint.save(tmp_path / "again", 2, {}, {}, embeddings=other)).reads is None
+    assert checkpoint.open(checkpoint.save(tmp_path / "again", 2, {}, {}, embeddings=other)).shown is None
 
 
 def test_parts_add_up():

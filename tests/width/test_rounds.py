@@ -32,7 +32,7 @@ def samples_of(policy, rows, seed=0):
     else:
         old = torch.randint(0, CHUNKS + 1, (rows,), generator=generator).to(torch.int16)
         old = old // CHUNKS * CHUNKS if policy.whole else old
-    return [Sample(policy, Rows(utilities, CHUNKS, 1), old, torch.ones(rows, dtype=torch.float64))]
+    return [Sample(policy, policy.measure(utilities, CHUNKS, 1, 0.1), old, torch.ones(rows, dtype=torch.float64))]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
@@ -135,8 +135,8 @@ def test_the_more_is_kept_the_more_the_important_rows_get():
     worth = torch.tensor([[1.0], [4.0], [16.0]])
 
     def widths(share):
-        measured = policy.measure(worth, share)
-        return policy.chosen(Rows(measured, 16, 1), float(measured[-1]) / 16).tolist()
+        rows = policy.measure(worth, 16, 1, share)
+        return policy.chosen(rows, 2 ** float(rows.utilities[-1]) / 31.5).tolist()
 
     assert widths(0.02) == [2, 5, 16] and widths(0.5) == [0, 1, 16]
 
@@ -149,9 +149,7 @@ def test_of_unbounded_ids_those_that_are_known_make_the_share(monkeypatch, rows)
     budget = module._rounds.groups[0].values(module._storages)
     expected = budget / (4 * (rows or len(module._storages["t0"].census().ids)))
     shares = []
-    monkeypatch.setattr(
-        type(module._rounds.policy), "measure", lambda self, worth, share: shares.append(share) or worth
-    )
+    monkeypatch.setattr(type(module._rounds.policy), "power", lambda self, share: shares.append(share) or 1.0)
     module._rounds.round(1)
     assert shares == [expected] and 0.2 < expected < 0.8
 

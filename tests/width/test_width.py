@@ -55,6 +55,11 @@ def train(module, data, seed=1):
     return outputs
 
 
+def known_apart(state):
+    """A state_dict without what training has shown, which a round brings up to date."""
+    return {name: part for name, part in state.items() if name != "savings"}
+
+
 def compare(own, expected, **tolerance):
     assert own.keys() == expected.keys()
     for name in own:
@@ -241,9 +246,10 @@ def test_a_round_without_memory_changes_nothing(monkeypatch):
         report = module._rounds.round(8)
     assert report.failed and len(calls) > 1
     monkeypatch.undo()
-    after = module.state_dict()
+    after = known_apart(module.state_dict())
     compare(
-        {k: v for k, v in after.items() if "utilit" not in k}, {k: v for k, v in before.items() if "utilit" not in k}
+        {k: v for k, v in after.items() if "utilit" not in k},
+        {k: v for k, v in known_apart(before).items() if "utilit" not in k},
     )
     train(module, batches(4, seed=3))
 
@@ -351,7 +357,7 @@ def test_a_round_that_changes_nothing_does_nothing(policy):
     report = rounds.round(8)
     assert not report.pruned and not report.regained
     assert all(storage.directory is kept for storage, kept in zip(module._storages.values(), directories))
-    compare(module.state_dict(), before, rtol=0, atol=0)
+    compare(known_apart(module.state_dict()), known_apart(before), rtol=0, atol=0)
     train(module, batches(2, seed=5))
 
 

@@ -24,7 +24,7 @@ from ..storage.narrow_host import HostLocator
 from ..tables import Feature, Table
 from ..width import Rounds, Width
 from .device import CHECK_EVERY, DeviceSide, bytes_of, out_of_memory
-from .narrow import NarrowTables
+from .narrow import SHOWN, NarrowTables
 from .output import Output
 
 
@@ -113,7 +113,7 @@ class Embeddings(NarrowTables):
             raise out_of_memory(self.device, sizes, "while the tables were made") from None
 
     def _make_rounds(self, width: Width) -> Rounds:
-        return Rounds(width, self.tables, self.optimizers)
+        return Rounds(width, self.tables, self.optimizers, features=self.features)
 
     def _narrowing(self, table: str) -> Narrowing | None:
         return None if self._rounds is None else self._rounds.how[table]
@@ -419,14 +419,12 @@ class Embeddings(NarrowTables):
             for part, tensor in storage.state().items():
                 destination[f"{prefix}{self._key(name)}.{part}"] = tensor
         destination[f"{prefix}step"] = torch.tensor(self.step, dtype=torch.int64)
-        reads = self.table_reads()
-        if reads is not None:
-            destination[f"{prefix}reads"] = torch.tensor(list(reads.values()), dtype=torch.float64)
+        destination |= {prefix + name: numbers for name, numbers in self._shown_numbers().items()}
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # arguments: local metadata, strict, missing keys, unexpected keys, error messages
         strict, missing, unexpected, errors = arguments[-4:]
-        known = {f"{prefix}step", f"{prefix}reads"}
+        known = {f"{prefix}{name}" for name in ("step", *SHOWN)}
         for name, storage in self._storages.items():
             # By exact name: a table may be called "a.b" beside one called "a".
             keys = {part: f"{prefix}{self._key(name)}.{part}" for part in storage.parts}
@@ -443,8 +441,7 @@ class Embeddings(NarrowTables):
             self.step = int(state[f"{prefix}step"])
         else:
             missing.append(f"{prefix}step")
-        reads = state.get(f"{prefix}reads")
-        self.tables_filled(reads=None if reads is None else dict(zip(self.tables, reads.tolist())))
+        self.tables_filled(shown=self._shown_of({name: state.get(prefix + name) for name in SHOWN}))
         if strict:
             unexpected += [key for key in state if key.startswith(prefix) and key not in known]
 
@@ -460,7 +457,9 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, weights: Tensor, module: Embeddings, request: Request) -> tuple[Tensor, ...]:
         ctx.module, ctx.request = module, request
         ctx.set_materialize_grads(False)
-        return module._look_up(request)
+        outputs = module._look_up(request)
+        ctx.sampled = module._sampled(outputs)
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -468,6 +467,8 @@ class _Lookup(torch.autograd.Function):
         module, request = ctx.module, ctx.request
         pooled = gradients[0] if module._columns else None
         sequences = list(gradients[1:] if module._columns else gradients)
+        if ctx.sampled is not None:
+            module._note_savings(ctx.sampled, gradients, request.size)
         wanted = ctx.needs_input_grad[1] and request.weights is not None
         weights = module._weight_gradients(request, pooled) if wanted else None
         module._update(request, pooled, sequences)

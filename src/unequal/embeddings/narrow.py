@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..storage import Storage
 from ..storage.narrow import NarrowStorage
 from ..width import RoundReport, Rounds
+from ..width.savings import Sampled
+
+SHOWN = ("reads", "savings")
+"""of what training has shown of the tables, in a state_dict"""
 
 
 class NarrowTables(nn.Module):
@@ -34,15 +39,15 @@ class NarrowTables(nn.Module):
 
     def tables_filled(
         self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
-        reads: Mapping[str, float] | None = None,
+        shown: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """To be called where rows were put into the tables from outside: what a width budget leaves for new ones is counted anew,
-        or is what it was. `purses`: by table. `watched`: what was known of their popularity; `reads`: this rank's part of how
-        often they were read. All ranks call it."""
+        or is what it was. `purses`: by table. `watched`: what was known of their popularity; `shown`: this rank's part of what
+        training had shown of them. All ranks call it."""
         if self._rounds is None:
             return
         self._generation += 1
-        self._rounds.attach(self._narrow_storages(), self.step, watched, reads)
+        self._rounds.attach(self._narrow_storages(), self.step, watched, shown)
         if purses is not None:
             for group in self._rounds.groups:
                 group.purse.left = purses[group.tables[0]]
@@ -51,6 +56,37 @@ class NarrowTables(nn.Module):
         """What this rank knows of the popularity of rows, where they have a width budget; see `unequal.width.Shifts`."""
         return None if self._rounds is None else self._rounds.shifts.state()
 
-    def table_reads(self) -> dict[str, float] | None:
-        """This rank's part of how often each table was read in training, where rows have a width budget and it is known."""
-        return None if self._rounds is None else self._rounds.reads.counted()
+    def shown(self) -> dict[str, Any] | None:
+        """This rank's part of what training has shown of the tables, where rows have a width budget; see
+        `unequal.width.evidence`."""
+        return None if self._rounds is None else self._rounds.shown()
+
+    def _shown_numbers(self) -> dict[str, Tensor]:
+        """The same, as a state_dict has it."""
+        if self._rounds is None:
+            return {}
+        reads, savings = self._rounds.reads.counted(), self._rounds.savings
+        parts = [None if reads is None else torch.tensor(list(reads.values()), dtype=torch.float64)]
+        parts.append(None if savings is None else savings.numbers())
+        return {name: part for name, part in zip(SHOWN, parts) if part is not None}
+
+    def _shown_of(self, numbers: Mapping[str, Tensor | None]) -> dict[str, Any] | None:
+        """From what a state_dict has of it."""
+        reads, savings = (numbers[name] for name in SHOWN)
+        if self._rounds is None or (reads is None and savings is None):
+            return None
+        own = self._rounds.savings
+        return {
+            "reads": None if reads is None else dict(zip(self._rounds.tables, reads.tolist())),
+            "savings": None if savings is None or own is None else own.of_numbers(savings),
+        }
+
+    def _sampled(self, outputs: Sequence[Tensor]) -> Sampled | None:
+        """What of a lookup's outputs is looked at, to see what values save."""
+        if self._rounds is None or self._rounds.savings is None:
+            return None
+        return self._rounds.savings.sample(outputs, self.step)
+
+    def _note_savings(self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int) -> None:
+        assert self._rounds is not None and self._rounds.savings is not None
+        self._rounds.savings.note(sampled, gradients, samples)

@@ -12,7 +12,7 @@ from ..exchange.mesh import Mesh
 from ..plan.placement import Placement, Shard, part_of, place
 from ..storage import Storage
 from ..width import Shifts
-from ..width.evidence import divided
+from ..width.evidence import part_of_shown
 from .drift import Drift
 from .module import Embeddings, exact_device
 from .sharded import ShardedEmbeddings
@@ -53,7 +53,7 @@ def _take_over(embeddings: Embeddings, sharded: ShardedEmbeddings) -> None:
     sharded.tables_filled(
         {name: how.purse.left for name, how in hows.items() if how is not None},
         None if watched is None else Shifts.together([watched]),
-        divided(embeddings.table_reads(), sharded.mesh.world),
+        part_of_shown(embeddings.shown(), sharded.mesh.rank, sharded.mesh.world),
     )
 
 

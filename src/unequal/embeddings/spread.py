@@ -183,7 +183,7 @@ class SpreadTables(Embeddings):
         for shard in self.placement.shards(self.mesh.rank):
             shares[shard.table] = 1 / shard.parts
         mesh = self.mesh
-        rounds = Rounds(width, self.tables, self.optimizers, mesh.total, mesh.world, shares, mesh.totals)
+        rounds = Rounds(width, self.tables, self.optimizers, mesh.total, mesh.world, shares, mesh.totals, self.features)
         rounds.reads.asked = dict.fromkeys(self.tables, 0)
         return rounds
 

@@ -79,16 +79,16 @@ class TablesOfWidth(TieredTables):
 
     def tables_filled(
         self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
-        reads: Mapping[str, float] | None = None,
+        shown: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().tables_filled(purses, watched, reads)
+        super().tables_filled(purses, watched, shown)
         self._loaded = False
 
     def _bring_copies(self) -> None:
         if self._loaded and self._rounds is not None:
             self._loaded = False
             self._generation += 1
-            self._rounds.attach(self._narrow_storages(), self.step, reads=self._rounds.reads.counted())
+            self._rounds.attach(self._narrow_storages(), self.step, shown=self._rounds.shown())
         if self._rounds is None or self._push is None:
             super()._bring_copies()
         elif self._stale:

@@ -289,6 +289,17 @@ class NarrowStorage(FollowingStorage):
             counts += (part == each[:, None]).sum(1)
         return counts
 
+    def class_sums(self, chunks: Tensor, worth: Tensor) -> Tensor:
+        """[chunks] float64: what rows of 1, 2, … of so many chunks are worth, in the same order whatever computes it."""
+        sums = torch.zeros(self.records.chunks + 1, dtype=torch.float64, device=self.device)
+        each = torch.arange(self.records.chunks + 1, dtype=chunks.dtype, device=self.device)
+        for part, own in zip(torch.split(chunks, PIECE), torch.split(worth, PIECE)):
+            if self.kernels.on_device:  # bincount would add up in any order
+                sums += torch.where(part == each[:, None], own, 0.0).sum(1, dtype=torch.float64)
+            else:
+                sums += torch.bincount(part, own.double(), minlength=self.records.chunks + 1)
+        return sums[1:]
+
     def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None, rows: list[int]) -> Callable[[], None]:
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
         no memory worth the name: where memory is short, it is short before anything has changed. `rows`: see class_counts."""

@@ -23,7 +23,7 @@ from .. import tensorfile
 from ..errors import CheckpointError
 from ..exchange.mesh import Mesh
 from ..width import Shifts
-from ..width.evidence import Reads, divided
+from ..width.evidence import part_of_shown, shown_together
 from .packing import (
     dense_state,
     flatten_optimizer,
@@ -173,7 +173,7 @@ def _settle(embeddings: Tables, saved: SavedCheckpoint, exact: bool, ranks: _Ran
     if filled is None or getattr(embeddings, "width", None) is None:
         return
     all_exact = all(ranks.gather(lambda: exact and saved.world == ranks.world))
-    filled(saved.purses if all_exact else None, saved.watched, divided(saved.reads, ranks.world))
+    filled(saved.purses if all_exact else None, saved.watched, part_of_shown(saved.shown, ranks.rank, ranks.world))
 
 
 def open(path: Path | str, *, prefix: str = TABLES) -> SavedCheckpoint:
@@ -278,7 +278,7 @@ class _Saving:
         self.owns: list[Any] | None = None
         self.tables: dict[str, SavedTable] = {}
         self.watched: dict[str, Any] | None = None
-        self.reads: dict[str, float] | None = None
+        self.shown: dict[str, Any] | None = None
         self.size = self.total = 0
 
     def collect(
@@ -297,12 +297,12 @@ class _Saving:
         if own is not None:
             packed, tensors = pack(dict(own), own_prefix(self.ranks.rank))
             self.tensors |= tensors
-        watched, reads = (getattr(self.embeddings, name, None) for name in ("watched", "table_reads"))
+        watched, shown = (getattr(self.embeddings, name, None) for name in ("watched", "shown"))
         return {
             "own": packed,
             "shards": [] if self.embeddings is None else list_shards(self.embeddings),
             "watched": None if watched is None else watched(),
-            "reads": None if reads is None else reads(),
+            "shown": None if shown is None else shown(),
         }
 
     def choose(self, listed: list[dict[str, Any]]) -> int:
@@ -311,7 +311,7 @@ class _Saving:
             self.owns = [content["own"] or {} for content in listed]
         if all(content["watched"] is not None for content in listed):
             self.watched = Shifts.together([content["watched"] for content in listed])
-        self.reads = Reads.together([content["reads"] for content in listed])
+        self.shown = shown_together([content["shown"] for content in listed])
         if self.embeddings is not None:
             placement = getattr(self.embeddings, "placement", None)
             kinds = {} if placement is None else {name: table.kind for name, table in placement.tables.items()}
@@ -357,8 +357,8 @@ class _Saving:
             index["tables"] = {name: table.to_json() for name, table in self.tables.items()}
         if self.watched is not None:
             index["watched"] = self.watched
-        if self.reads is not None:
-            index["reads"] = self.reads
+        if self.shown is not None:
+            index["shown"] = self.shown
         if self.owns is not None:
             index["ranks"] = self.owns
         index["state"] = self.state

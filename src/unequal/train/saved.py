@@ -240,9 +240,9 @@ class SavedCheckpoint:
         return self._index.get("watched")
 
     @property
-    def reads(self) -> dict[str, float] | None:
-        """How often each table was read in training, where rows have a width budget."""
-        return self._index.get("reads")
+    def shown(self) -> dict[str, Any] | None:
+        """What training had shown of tables whose rows have a width budget; see `unequal.width.evidence`."""
+        return self._index.get("shown")
 
     def has(self, table: str, ids: Tensor | Iterable[int]) -> Tensor:
         """Of every id, whether it has a row."""

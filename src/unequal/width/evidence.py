@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..storage.tally import Tally
 from .measures import Totals, rounded
+from .savings import Savings
 
 
 @dataclass(slots=True)
@@ -59,6 +61,29 @@ class Reads:
         if not known or len(known) < len(parts):
             return None
         return {name: sum(part[name] for part in known) for name in known[0]}
+
+
+def shown_together(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """What training has shown of the tables, from what all ranks have of it."""
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    savings = [part["savings"] for part in known]
+    return {
+        "reads": Reads.together([part["reads"] for part in known]),
+        "savings": None if savings[0] is None else Savings.together(savings),
+    }
+
+
+def part_of_shown(shown: Mapping[str, Any] | None, rank: int, ranks: int) -> dict[str, Any] | None:
+    """A rank's part of it."""
+    if shown is None:
+        return None
+    savings = shown["savings"]
+    return {
+        "reads": divided(shown["reads"], ranks),
+        "savings": None if savings is None else Savings.part(savings, rank),
+    }
 
 
 def divided(reads: Mapping[str, float] | None, ranks: int) -> dict[str, float] | None:

@@ -56,8 +56,7 @@ class Sample:
         return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
 
     def thin(self, by: int) -> Sample:
-        rows = Rows(self.rows.utilities[::by].contiguous(), self.rows.chunks, self.rows.values)
-        return Sample(self.policy, rows, self.old[::by].contiguous(), self.weights[::by] * by)
+        return Sample(self.policy, self.rows.thin(by), self.old[::by].contiguous(), self.weights[::by] * by)
 
 
 def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
@@ -72,8 +71,7 @@ def samples_of(parts: list[Part]) -> list[Sample]:
     step = max(1, sum(part.old.numel() for part in parts) // SAMPLE)
     samples = []
     for members in by_shape(parts):
-        shape = members[0].rows
-        rows = Rows(torch.cat([part.rows.utilities[::step] for part in members]), shape.chunks, shape.values)
+        rows = Rows.joined([part.rows.thin(step) for part in members])
         old = torch.cat([part.held[::step] for part in members])
         weights = [
             torch.full(
@@ -114,13 +112,24 @@ class Part:
         self.new: Tensor = self.old
         self._draws = 0
 
-    def measure(self, share: float, unit: Tensor | None = None, doubt: float = 0.0) -> Part:
+    def measure(
+        self, share: float, unit: Tensor | None = None, doubt: float = 0.0, priorities: Tensor | None = None
+    ) -> Part:
         """Makes what its rows are worth comparable with those of other tables, where so much of all values is kept: as far as it
-        is believed, and in this unit of each number, or as it is."""
+        is believed, and in this unit of each number, or as it is. `priorities`: of its chunks."""
         utilities = believed(self.census.utilities, doubt)
         utilities = utilities if unit is None else utilities / unit.to(self.census.ids.device)
-        self.rows = Rows(self.policy.measure(utilities, share), self.records.chunks, self.records.chunk)
+        self.rows = self.policy.measure(utilities, self.records.chunks, self.records.chunk, share, priorities)
         return self
+
+    # What rows of exactly 1, 2, … chunks are worth, as they are and as they will be.
+
+    def worth_now(self) -> Tensor:
+        live = self.census.live
+        return self.storage.class_sums(self.old[:live], self.census.utilities[:live, 0])
+
+    def worth_then(self) -> Tensor:
+        return self.storage.class_sums(self._counts, self.census.utilities[:, 0])
 
     def _bits(self, masks: Tensor) -> Tensor:
         bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
@@ -218,8 +227,7 @@ def choose_all(parts: list[Part], threshold: float, hysteresis: float) -> list[P
         return parts
     for members in by_shape(parts):
         first = members[0]
-        utilities, held = (torch.cat(each) for each in zip(*((part.rows.utilities, part.held) for part in members)))
-        rows = Rows(utilities, first.rows.chunks, first.rows.values)
+        rows, held = Rows.joined([part.rows for part in members]), torch.cat([part.held for part in members])
         new = steadily(first.policy, rows, held, threshold, hysteresis)
         for part, own in zip(members, torch.split(new, [len(part.held) for part in members])):
             part.new = own

@@ -6,27 +6,58 @@ Thresholds fall, rows grow: `chosen` must not shrink a row when the threshold fa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .savings import assumed
+
 GRADIENT, READS = 1, 2
+
+
+SPAN = 4096.0
+"""between the limits of two tables that are looked at together: more than logarithms of what rows are worth are apart"""
+NOTHING = -1000.0
+"""logarithm of what a row is worth of which nothing is known"""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of one table, as a policy sees them."""
+    """Rows of one table, or of several of one shape, as a policy sees them."""
 
     utilities: Tensor
-    """[rows, 1], or [rows, chunks]"""
+    """[rows, 1], or [rows, chunks]; what rows are worth as it is compared"""
     chunks: int
     """of a whole row"""
     values: int
     """of a chunk"""
+    limits: Tensor | None = None
+    """[tables, chunks], where utilities are logarithms: how much a row must be worth for a first, second … chunk, beside the
+    threshold. None is below one before it"""
+    table: Tensor | None = None
+    """[rows]: its number, where there are several"""
+
+    @staticmethod
+    def joined(parts: Sequence[Rows]) -> Rows:
+        """Those of several tables."""
+        first = parts[0]
+        whole = Rows(torch.cat([part.utilities for part in parts]), first.chunks, first.values)
+        if first.limits is not None:
+            whole.limits = torch.cat([part.limits for part in parts if part.limits is not None])
+            counts = torch.tensor([len(part.utilities) for part in parts], device=whole.utilities.device)
+            numbers = torch.arange(len(parts), dtype=torch.int32, device=whole.utilities.device)
+            whole.table = numbers.repeat_interleave(counts, output_size=len(whole.utilities))
+        return whole
+
+    def thin(self, by: int) -> Rows:
+        """Every so many of them."""
+        table = None if self.table is None else self.table[::by].contiguous()
+        return Rows(self.utilities[::by].contiguous(), self.chunks, self.values, self.limits, table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +70,8 @@ class Policy(ABC):
     by_chunk: ClassVar[bool] = False
     fades: ClassVar[bool] = True
     """whether what is long ago counts less"""
+    saves: ClassVar[bool] = False
+    """whether it asks what the chunks of a table's rows save; see savings.py"""
     whole: ClassVar[bool] = False
     """whether rows exist wholly or not at all"""
     levels: ClassVar[bool] = False
@@ -50,9 +83,12 @@ class Policy(ABC):
     percentile: ClassVar[float | None] = None
     """of a table's rows, in whose worth the others' is measured; None: as Width.thresholds says"""
 
-    def measure(self, utilities: Tensor, share: float) -> Tensor:
-        """Utilities, in their table's unit, as they are compared where the budget is this share of all values."""
-        return utilities
+    def measure(
+        self, utilities: Tensor, chunks: int, values: int, share: float, priorities: Tensor | None = None
+    ) -> Rows:
+        """Rows of so many chunks of so many values, with their utilities in their table's unit, as they are compared where the
+        budget is this share of all values. `priorities` [chunks]: what the first, second … chunk saves, in the table."""
+        return Rows(utilities, chunks, values)
 
     @abstractmethod
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
@@ -61,8 +97,9 @@ class Policy(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaterFilling(Policy):
-    """The k-th value of a row has the priority importance^alpha / (k − theta): with alpha 0 all rows are equally wide, with a
-    large one they are whole or not there. Importance: norms of gradients, whatever of the row exists.
+    """The k-th chunk of a row has the priority importance^alpha × what the k-th chunks of its table's rows save; as long as that
+    is not known, 1 / (2k − 1) of the first. With alpha 0 all rows of a table are equally wide, with a large one they are whole
+    or not there. Importance: norms of gradients, whatever of the row exists.
 
     Where little is kept a first value for one more row is worth more than one more for a row that has some; where half is kept
     the rows that are left are those from which nothing is learnt, or what does not last. So alpha grows with the share.
@@ -71,6 +108,7 @@ class WaterFilling(Policy):
 
     name: ClassVar[str] = "water-filling"
     kind: ClassVar[int] = GRADIENT
+    saves: ClassVar[bool] = True
     levels: ClassVar[bool] = True
     inherits: ClassVar[bool] = True
     alpha: float = 0.8
@@ -78,20 +116,34 @@ class WaterFilling(Policy):
     rise: float = 11.0
     most: float = 3.0
     """of alpha, whatever is kept: beyond that rows are whole or not there anyway"""
-    theta: float = 0.5
     enough: float = 50.0
 
     def power(self, share: float) -> float:
         """alpha, where this share of all values is kept: 0.8 up to an eighth, 1 at a quarter, 2.2 at a half."""
         return min(self.most, self.alpha + self.rise * share * share * share)
 
-    def measure(self, utilities: Tensor, share: float) -> Tensor:
-        """To the power: once, not at every threshold that is tried."""
-        return utilities ** self.power(share)
+    def measure(
+        self, utilities: Tensor, chunks: int, values: int, share: float, priorities: Tensor | None = None
+    ) -> Rows:
+        """Logarithms, so that a row's width is found by comparing with a few limits."""
+        power = self.power(share)
+        if priorities is None:
+            priorities = torch.from_numpy(assumed(chunks)).to(utilities.device)
+        # What the first chunks of a table save counts with the importance, to the power.
+        limits = -priorities.log2() - (power - 1) * priorities[0].log2()
+        return Rows(utilities.log2().mul_(power).clamp_(min=NOTHING), chunks, values, limits[None])
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        widths = (rows.utilities[:, 0] / (threshold * rows.values)).add_(self.theta)
-        return widths.clamp_(max=rows.chunks).to(torch.int16)
+        assert rows.limits is not None
+        limits = (rows.limits + math.log2(threshold * rows.values)).float()
+        utilities = rows.utilities[:, 0]
+        if rows.table is None:
+            return torch.bucketize(utilities, limits[0], right=True, out_int32=True).to(torch.int16)
+        # Limits of all tables one above the other, so that one search serves all rows.
+        apart = SPAN * torch.arange(len(limits), dtype=torch.float64, device=limits.device)
+        ordered = (limits + apart[:, None]).flatten()
+        found = torch.bucketize(utilities + apart[rows.table], ordered, right=True, out_int32=True)
+        return found.sub_(rows.table * rows.chunks).to(torch.int16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,14 @@ from torch import Tensor
 from ..optim import Optimizer
 from ..storage.memory import give_back_freed
 from ..storage.narrow import NarrowStorage
-from ..tables import Table
+from ..tables import Feature, Table
 from .config import Width
 from .evidence import Reads, doubts
 from .intervals import Intervals
-from .measures import Totals, alone_in_all, means, percentiles
+from .measures import Floats, Totals, alone_in_all, means, percentiles, rounded
 from .parts import Part, Sample, changes_of, choose_all, listed, samples_of
 from .policy import Policy, policy_of
+from .savings import Savings
 from .settling import SPARE, Group, Settling, alone
 from .shift import Shifts
 from .threshold import Sum, threshold_of
@@ -77,7 +78,9 @@ class Rounds:
         ranks: int = 1,
         shares: Mapping[str, float] | None = None,
         totals: Totals = alone_in_all,
+        features: Mapping[str, Feature] | None = None,
     ) -> None:
+        """`features`: of the module, in its order; without them it is not known what values save."""
         self.width, self.tables, self.total = width, dict(tables), total
         self.totals, self.optimizers = totals, dict(optimizers)
         self.policy: Policy = policy_of(width.policy)
@@ -92,17 +95,27 @@ class Rounds:
         tallies = [[self.how[name].tally for name in group.tables] for group in self.groups]
         self.shifts = Shifts(width.every, settled, dict(zip(names, tallies)))
         self.reads = Reads({name: self.how[name].tally for name in tables})
+        chunks = {name: table.dim // self.how[name].chunk for name, table in tables.items()}
+        self.savings = Savings(chunks, features or {}, ranks) if self.policy.saves else None
 
     def attach(
         self, storages: Mapping[str, NarrowStorage], step: int = 0, watched: Mapping[str, Any] | None = None,
-        reads: Mapping[str, float] | None = None,
+        shown: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them; `reads`:
-        this rank's part of how often they were read."""
+        """The tables as they are, before the first step or after they were loaded. `watched`: what was saved with them; `shown`:
+        this rank's part of what training had shown of them."""
         self.storages = dict(storages)
         self.shifts.load(watched)
-        self.reads.load(reads if step or reads is not None else dict.fromkeys(self.tables, 0.0))
+        shown = shown or {}
+        fresh = not step and not shown
+        self.reads.load(dict.fromkeys(self.tables, 0.0) if fresh else shown.get("reads"))
+        if self.savings is not None:
+            self.savings.load(shown.get("savings"), held=0.0 if fresh else -1.0)
         self._fill_purses(step)
+
+    def shown(self) -> dict[str, Any]:
+        """This rank's part of what training has shown of the tables."""
+        return {"reads": self.reads.counted(), "savings": None if self.savings is None else self.savings.state()}
 
     def _fill_purses(self, step: int) -> None:
         for group in self.groups:
@@ -211,6 +224,9 @@ class Rounds:
                     )
                 continue
             pruned, regained = pruned + went, regained + came
+        if self.savings is not None:
+            self.savings.end()
+        self.shifts.after_round()
         self._fill_purses(step)
         if (
             sum(sum(storage.memory().values()) for storage in self.storages.values() if storage.device.type == "cpu")
@@ -254,6 +270,9 @@ class Rounds:
         if size is not None:
             self._cut_bytes(parts, size, step)
         changes: list[list[int]] = []
+        worth = self._worth(
+            group, self._together(lambda: [part.worth_then() for part in parts] if self.savings else [])
+        )
 
         def prepared() -> list[Callable[[], None]]:
             changes.extend(changes_of(parts))
@@ -264,6 +283,8 @@ class Rounds:
         puts = self._together(prepared)
         while puts:
             puts.pop(0)()  # what it holds goes with it
+        if self.savings is not None:
+            self.savings.settle(group.tables, worth, self.totals)
         return sum(went for went, _ in changes), sum(came for _, came in changes)
 
     def _choose(self, parts: list[Part], samples: list[Sample], budget: float) -> None:
@@ -325,6 +346,12 @@ class Rounds:
         for part, drawn in zip(parts, draws):
             part.grow_less(drawn, low)
 
+    def _worth(self, group: Group, sums: list[Tensor]) -> dict[str, Floats]:
+        """By table of which this rank has a part; a GPU is waited for once."""
+        numbers = torch.split(torch.cat(sums).cpu(), [len(part) for part in sums]) if sums else ()
+        names = [name for name in group.tables if name in self.storages]
+        return {name: part.numpy() for name, part in zip(names, numbers)}
+
     def _parts(self, group: Group, budget: float) -> list[Part]:
         """The group's tables, with what their rows are worth as it is compared."""
         parts = self._together(lambda: [Part(storage, self.policy) for storage in self._of(group)])
@@ -334,9 +361,30 @@ class Rounds:
         names = [name for name in group.tables if name in self.storages]
         utilities = {name: part.census.utilities for name, part in zip(names, parts)}
         units, doubt = self._units(group, utilities), self._doubts(group, utilities)
+        priorities = {} if self.savings is None else self._priorities(group, parts)
         return self._together(
-            lambda: [part.measure(share, units.get(name), doubt.get(name, 0.0)) for name, part in zip(names, parts)]
+            lambda: [
+                part.measure(share, units.get(name), doubt.get(name, 0.0), priorities.get(name))
+                for name, part in zip(names, parts)
+            ]
         )
+
+    def _priorities(self, group: Group, parts: list[Part]) -> dict[str, Tensor]:
+        """Of the chunks of each table."""
+        assert self.savings is not None
+        names = [name for name in group.tables if name in self.storages]
+        worth = self._worth(group, self._together(lambda: [part.worth_now() for part in parts]))
+        sums = [part.census.utilities.sum(dtype=torch.float64) for part in parts]
+        all_of_it = dict(zip(names, torch.stack(sums).tolist() if sums else ()))
+        found = self.savings.learn(group.tables, worth, all_of_it, self.width.decay, self.totals)
+        if self.width.thresholds == "table":  # each is measured by itself
+            found = {name: own / own[0] for name, own in found.items()}
+        return {
+            name: torch.tensor([rounded(value) for value in found[name].tolist()], dtype=torch.float64).to(
+                part.old.device
+            )
+            for name, part in zip(names, parts)
+        }
 
     def _doubts(self, group: Group, utilities: Mapping[str, Tensor]) -> dict[str, float]:
         """What rows of each table must seem to be worth to count with half of it; nothing where all is believed."""

@@ -18,6 +18,8 @@ ODDS, LEAST = 1.5, 0.01
 """how many times as high the odds that an id has no row must be as they usually are, and by how much more: a share of ids"""
 DEVIATIONS = 5.0
 """of a window's share, by which it must be above what is usual"""
+ALLOWED = 2.0
+"""deviations by which it must be above what rounds have changed before"""
 KNOWN = 4
 """windows before anything is unusual"""
 WEIGHT = 0.25
@@ -36,6 +38,13 @@ class Usual:
     reads: float = 0.0
     """of this window, before it was loaded: on all ranks together"""
     unfound: float = 0.0
+    last: float = 0.0
+    """of the last window"""
+    jump: float = 0.0
+    """by how much more it was after rounds than before them: the most of the last ones"""
+    allowed: float = 0.0
+    """by how much more it may be, now that a round has dropped rows"""
+    is_after_round: bool = False
 
     def exceeded(self, share: float, reads: float) -> bool:
         """Whether a window of so many reads is far above it."""
@@ -44,8 +53,16 @@ class Usual:
         # Counts vary by chance, and by more than that where reads of a batch are alike.
         chance = max(self.share * (1 - self.share), share * (1 - share)) / reads
         odds = ODDS * self.share / (1 - self.share)
-        above = max(DEVIATIONS * math.sqrt(chance + self.variance), odds / (1 + odds) - self.share + LEAST)
+        deviation = math.sqrt(chance + self.variance)
+        allowed = self.allowed + ALLOWED * deviation if self.allowed else 0.0
+        above = max(DEVIATIONS * deviation, odds / (1 + odds) - self.share + LEAST, allowed)
         return share > self.share + above
+
+    def note(self, share: float) -> None:
+        """A window's, whether or not anything is to be noticed yet."""
+        if self.is_after_round:
+            self.jump = max(share - self.last, self.jump / 2)
+        self.last, self.is_after_round = share, False
 
     def learn(self, share: float) -> None:
         weight = max(WEIGHT, 1 / (self.windows + 1))
@@ -54,9 +71,10 @@ class Usual:
         if self.windows:
             self.variance = (1 - weight) * (self.variance + weight * apart**2)
         self.windows += 1
+        self.allowed *= 1 - WEIGHT
 
     def forget(self) -> None:
-        self.share = self.variance = 0.0
+        self.share = self.variance = self.allowed = 0.0
         self.windows = 0
 
 
@@ -97,15 +115,22 @@ class Shifts:
             reads, unfound = usual.reads + total(float(own[0])), usual.unfound + total(float(own[1]))
             usual.reads = usual.unfound = 0.0
             self.seen[name] = self.seen[name][0] + own[0], self.seen[name][1] + own[1]
-            if not knows or not reads or not spent(number):
+            if not reads:
                 continue
-            shifted |= usual.exceeded(unfound / reads, reads)
-            usual.learn(unfound / reads)
+            if knows and spent(number):
+                shifted |= usual.exceeded(unfound / reads, reads)
+                usual.learn(unfound / reads)
+            usual.note(unfound / reads)
         if shifted:
             self.since = step - max(1, self.every >> 5)
             for usual in self.usual.values():
                 usual.forget()
         return shifted
+
+    def after_round(self) -> None:
+        """Rows have come and gone: as much as they have changed the share of ids without one before, they may again."""
+        for usual in self.usual.values():
+            usual.allowed, usual.is_after_round = usual.jump, True
 
     def state(self) -> dict[str, Any]:
         """What is to be saved, as far as this rank knows it: `together` makes one of all ranks'."""
