@@ -289,7 +289,8 @@ def test_every_field_of_a_width_is_one_of_a_recipe() -> None:
         ("width.tables.items=10%", "width.tables.items: expected a table of the recipe, got 'items'; did you mean 'item'?"),
         ("width.tables.item=auto", "only the common budget may be \"auto\""),
         ("tables.city.sharding=data_parallel", "tables.city.sharding: expected one of auto, table_wise, row_wise"),
-        ("tables.user.rows=none", "width.budget: expected a size like '2 GB': table 'user' has unbounded ids"),
+        ("width.rows.user=0", "width.rows of table 'user': expected how many ids it has, 1 or more, got 0"),
+        ("width.rows.users=9", "width.rows: expected tables of the model: user"),
     ],
 )  # fmt: skip
 def test_a_wrong_width_is_answered_in_one_line(file: Path, override: str, message: str) -> None:

@@ -59,6 +59,18 @@ def test_with_room_for_all_two_ranks_learn_what_one_learns(pool, made, tmp_path,
     assert pair["width"]["values"] == alone.width["values"] and pair["width"]["live_rows"] == alone.width["live_rows"]
 
 
+def test_two_ranks_count_unbounded_ids_together(pool, made, tmp_path):
+    none = [f"tables.C{number + 1}.rows=none" for number in range(3)]
+    alone = train(
+        load_recipe(made, [*AS_ALONE, *none, f"run.folder={tmp_path / 'alone'}"]), progress=False, device="cpu"
+    )
+    pair = pool.run(run_rank, made, [*AS_ALONE, *none, f"run.folder={tmp_path / 'pair'}"], world=2)[0]
+    rows = [load_run(tmp_path / run).width.rows for run in ("alone", "pair")]
+    assert rows[0] == rows[1] and rows[0].keys() == {"C1", "C2", "C3"}
+    assert pair["width"]["full_rows"] == alone.width["full_rows"] == sum(rows[0].values())
+    assert pair["width"]["kept"] == pytest.approx(alone.width["kept"], abs=0.01) and pair["width"]["kept"] <= 0.25
+
+
 def test_two_ranks_find_a_budget_together(pool, made, tmp_path):
     run = tmp_path / "run"
     more = ["width.budget=auto", "width.tolerance=10", "width.auto_steps=2", "run.steps=4", f"run.folder={run}"]

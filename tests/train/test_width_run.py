@@ -21,6 +21,8 @@ from unequal.train import trainer
 from unequal.train.evaluate import evaluate_run
 from unequal.train.parallel import tensors_of
 from unequal.train.planning import plan_recipe
+from unequal.train.processes import Ranks
+from unequal.train.session import open_data, training_reader
 from unequal.train.trainer import train
 from unequal.train.width_plot import picture
 from unequal.train.width_report import Held, by_popularity
@@ -90,6 +92,34 @@ def test_a_run_inside_very_few_bytes(made: Path, tmp_path: Path, capsys: pytest.
     assert "equally wide" in (run / "width.svg").read_text()
     again = evaluate_run(load_run(run), run)
     assert (again.auc, again.log_loss, again.width) == (report.auc, report.log_loss, width)
+
+
+def test_a_share_of_unbounded_ids(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are counted, once: what is kept is a share of the values of those that the training part has."""
+    run = tmp_path / "run"
+    none = [f"tables.C{number + 1}.rows=none" for number in range(3)]
+    recipe = recipe_of(made, run, *none, "tables.C2.expected_rows=80", "run.steps=20", "run.checkpoint_every=20")
+    report = train(recipe)
+    assert "ids were counted" in " ".join(capsys.readouterr().out.split())
+    rows = load_run(run).width.rows
+    seen = [set(), set(), set()]
+    for batch in training_batches(recipe):
+        for number, ids in enumerate(seen):
+            ids |= set(batch[f"C{number + 1}"].values.tolist())
+    assert rows == {"C1": len(seen[0]), "C2": 80, "C3": len(seen[2])}
+    width = report.width
+    assert width["full_rows"] == sum(rows.values()) and 0.1 < width["kept"] <= 0.25
+    assert width["net_compression"] == pytest.approx(width["full_bytes"] / width["bytes"])
+    train(replace(load_run(run), run=replace(load_run(run).run, steps=30)), resume=run)
+    assert "counted" not in capsys.readouterr().out, "what is known is not counted again"
+    assert evaluate_run(load_run(run), run).width["full_rows"] == width["full_rows"]
+    assert plan_recipe(recipe, world=2).tables.keys() == rows.keys(), "a plan takes about how many there are"
+
+
+def training_batches(recipe):
+    with Ranks("cpu") as ranks:
+        data = open_data(recipe, ranks.mesh)
+        yield from training_reader(recipe, data, ranks.mesh)
 
 
 def test_a_run_without_a_budget_says_nothing_of_it(clicks: Path, tmp_path: Path) -> None:

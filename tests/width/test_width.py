@@ -361,6 +361,29 @@ def test_a_round_that_changes_nothing_does_nothing(policy):
     train(module, batches(2, seed=5))
 
 
+def test_a_share_of_about_as_many_unbounded_ids():
+    """As of a table that has so many rows."""
+
+    def made(rows, **width):
+        table = uq.Table("t", rows=rows, dim=4)
+        return uq.Embeddings({"f": uq.Feature(table, "sum")}, width=uq.Width(budget="25%", every=4, **width))
+
+    with pytest.raises(uq.RecipeError, match=r"a size like '2 GB', or width.rows: table 't' has unbounded ids"):
+        made(None)
+    modules = [made(60), made(None, rows={"t": 60})]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        ids = torch.randint(0, 60, (32,), generator=generator)
+        for module in modules:
+            out = module(uq.Batch(("f",), ids, torch.ones(32, dtype=torch.int64))).pooled
+            (out * (ids % 7)[:, None]).sum().backward()
+            assert module._storages["t"].values <= 60
+    kept = [module.width_reports[-1].kept for module in modules]
+    assert kept[0] == pytest.approx(kept[1], abs=0.02) and kept[1] > 0.2
+    with pytest.raises(uq.RecipeError, match="tables of the model: t, got 'items'"):
+        made(60, rows={"items": 3})
+
+
 def test_chunks():
     table = uq.Table("t", rows=5, dim=64)
     assert uq.Width().chunk_of(table) == 4

@@ -15,6 +15,9 @@ def within_budget(loads: Mapping[str, TableLoad], width: Width | None) -> dict[s
     if width is None:
         return dict(loads)
     tables = {name: load.table for name, load in loads.items()}
+    # How many ids there are is not known before training; the loads say about how many.
+    unknown = {name: max(1, load.rows) for name, load in loads.items() if width.rows_of(load.table) is None}
+    width = replace(width, rows={**width.rows, **unknown})
     how = Rounds(width, tables, {name: load.optimizer for name, load in loads.items()}).how
     narrow = {}
     for name, load in loads.items():

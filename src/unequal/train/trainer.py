@@ -29,6 +29,7 @@ from .session import Score, load_weights, make_model, open_data, score, scoring_
 from .together import Turn, part_of_loss, together
 from .width_plot import write_plot
 from .width_report import WIDTH, WidthCount
+from .width_rows import with_rows
 from .width_search import SEARCH, Found, Outcome, found_before, search_budget
 
 OUT_OF_MEMORY = "lower run.batch_size or run.evaluation_batch_size, make the model smaller, or choose --device cpu"
@@ -137,6 +138,7 @@ class Trainer:
         self.ranks, self.mesh, self.device, self.shown = ranks, ranks.mesh, ranks.device, shown
         device, mesh = self.device, self.mesh
         self.data = open_data(recipe, mesh, shown.say)
+        recipe = with_rows(recipe, self.data, ranks, shown.say)
         self.reader = training_reader(recipe, self.data, mesh)
         self.validation = scoring_reader(recipe, self.data, "validation", self.reader.statistics, mesh)
         self.total_steps = self.reader.batches_per_epoch * recipe.run.epochs

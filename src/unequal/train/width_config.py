@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -15,6 +15,8 @@ from ..width import POLICIES, Rounds, Width
 AUTO = "auto"
 SEARCH = ("tolerance", "auto_steps")
 """fields that say how a budget is looked for; all others are those of uq.Width"""
+UNKNOWN = 1 << 20
+"""rows that stand for as many as there will be"""
 
 
 def _default(name: str) -> Any:
@@ -30,6 +32,8 @@ class WidthConfig:
     policy: str = _default("policy")
     tables: dict[str, str | float] = field(default_factory=dict)
     """Budgets of single tables, which then do not share the common one."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """How many ids tables with unbounded ids have, about, where the budget is a share. Left out, `unequal train` counts them."""
     chunk: int | None = None
     """Values that come and go together; left out, each table has about 16 chunks."""
     every: int = _default("every")
@@ -115,7 +119,18 @@ class WidthConfig:
         bounded = all(table.rows is not None for table in tables.values())
         budget = self.budget if not self.searches else "100%" if bounded else "1 TB"
         with _named_as_in_a_recipe():
-            Rounds(self._width(budget), tables, {name: table.optimizer or optimizer for name, table in tables.items()})
+            width = replace(self._width(budget), rows={**dict.fromkeys(self.unknown(tables), UNKNOWN), **self.rows})
+            Rounds(width, tables, {name: table.optimizer or optimizer for name, table in tables.items()})
+
+    def unknown(self, tables: Mapping[str, Table]) -> list[str]:
+        """Tables whose budget is a share of nobody knows how many rows."""
+        if self.searches:
+            return []
+        width = self.build()
+        budgets = {name: width.budget_of(name) or width.common for name in tables}
+        return [
+            name for name, table in tables.items() if width.rows_of(table) is None and budgets[name].share is not None
+        ]
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Held:
         parts = []
         for shard, storage in embeddings.shard_storages():
             assert isinstance(storage, NarrowStorage)
-            whole = embeddings.tables[shard.table].rows
+            whole = embeddings.width.rows_of(embeddings.tables[shard.table])
             rows = None if whole is None else shard.rows(whole)
             each = shard.width * storage.table.dtype.itemsize + storage.optimizer.state_bytes_per_row(shard.width)
             key = f"{shard.table}/{shard.first}/{shard.part}"

@@ -54,6 +54,8 @@ class Width:
     policy: str = "water-filling"
     tables: Mapping[str, str | float | Budget] = field(default_factory=dict)
     """budgets of single tables, which then do not share the common one"""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """how many ids tables with unbounded ids have, about: of their values a budget may then be a share, too"""
     chunk: int | None = None
     """values that come and go together; without it each table has about 16 chunks"""
     every: int = 1000
@@ -92,6 +94,9 @@ class Width:
             raise RecipeError(
                 "width policy", f"one of {', '.join(POLICIES)}; {nearest(self.policy, POLICIES)}", self.policy
             )
+        for name, rows in self.rows.items():
+            if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+                raise RecipeError(f"width rows of table '{name}'", "how many ids it has, 1 or more", rows)
         if self.chunk is not None and self.chunk < 1:
             raise RecipeError("width chunk", "1 or more values", self.chunk)
         if self.every < 1:
@@ -127,6 +132,10 @@ class Width:
         found = self.tables.get(table)
         assert found is None or isinstance(found, Budget)
         return found
+
+    def rows_of(self, table: Table) -> int | None:
+        """How many there can be, or are about; None where nobody knows."""
+        return self.rows.get(table.name) if table.rows is None else table.rows
 
     @property
     def inherit(self) -> float:

@@ -73,12 +73,14 @@ class Settling:
         ranks: int = 1,
         shares: Mapping[str, float] | None = None,
     ) -> None:
-        unknown = [name for name in width.tables if name not in tables]
-        if unknown:
-            raise RecipeError("width tables", f"tables of the model: {', '.join(tables)}", unknown[0])
+        for part, named in (("tables", width.tables), ("rows", width.rows)):
+            unknown = [name for name in named if name not in tables]
+            if unknown:
+                raise RecipeError(f"width {part}", f"tables of the model: {', '.join(tables)}", unknown[0])
         self.width, self.tables, self.optimizers, self.ranks = width, tables, optimizers, ranks
         self.shares = dict.fromkeys(tables, 1 / ranks) if shares is None else shares
         self.policy: Policy = policy_of(width.policy)
+        self.rows = {name: width.rows_of(table) for name, table in tables.items()}
         self.groups = self._group()
         self.how = {name: self._narrowing(name) for name in tables}
 
@@ -90,13 +92,14 @@ class Settling:
             *((name, budget, [name]) for name, budget in own.items()),
             *([("all tables", self.width.common, shared)] if shared else []),
         ]:
-            rows = [self.tables[member].rows for member in members]
+            rows = [self.rows[member] for member in members]
             full = 0.0 if None in rows else float(sum(n * self.tables[m].dim for n, m in zip(rows, members) if n))
             if budget.share is not None and not full:
-                unbounded = next(member for member in members if self.tables[member].rows is None)
+                unbounded = next(member for member in members if self.rows[member] is None)
                 raise RecipeError(
                     "width budget",
-                    f"a size like '2 GB': table '{unbounded}' has unbounded ids, so a share of its rows is not known",
+                    f"a size like '2 GB', or width.rows: table '{unbounded}' has unbounded ids, and of how many rows a share is "
+                    "to be kept is not known",
                     f"{budget.share:.4g} of them",
                 )
             groups.append(Group(name, budget, members, full, uniform=self._uniform(budget, members)))
@@ -155,16 +158,17 @@ class Settling:
             assert group.budget.size is not None
             dims = sum(self.tables[member].dim for member in group.tables)
             per_row = table.dim * item + optimizer.state_bytes_per_row(table.dim) + OVERHEAD
-            rows = group.budget.size * table.dim / dims / per_row
-            keep = min(1.0, rows / table.rows) if table.rows is not None else 1.0 / chunks
+            whole = group.budget.size * table.dim / dims / per_row
+            keep = min(1.0, whole / table.rows) if table.rows is not None else 1.0 / chunks
         full = self.policy.whole or self.width.start == "full"
         start = chunks if full else max(1, int(keep * chunks))
         if group.budget.size is not None and table.rows is None:
             width_bytes = start * chunk * item + optimizer.state_bytes_per_row(start * chunk) + OVERHEAD
             expected = group.budget.size / width_bytes
         else:
-            assert table.rows is not None
-            expected = min(float(table.rows), keep * table.rows * chunks / start)
+            rows = self.rows[name]
+            assert rows is not None
+            expected = min(float(rows), keep * rows * chunks / start)
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
         candidates, by_id = self._candidates(group, table, keep)
@@ -181,7 +185,7 @@ class Settling:
         if not self.policy.kind:
             return WAYS, False
         share = self.shares[table.name]
-        rows = (table.rows if table.rows is not None else 1 << 20) * share
+        rows = (self.rows[table.name] or 1 << 20) * share
         most = min(int(1.25 * rows) + 8, 1 << 22)
         own = 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
         each = 12 + own
