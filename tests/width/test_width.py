@@ -364,8 +364,8 @@ def test_a_round_that_changes_nothing_does_nothing(policy):
 def test_a_share_of_about_as_many_unbounded_ids():
     """As of a table that has so many rows."""
 
-    def made(rows, **width):
-        table = uq.Table("t", rows=rows, dim=4)
+    def made(count, **width):
+        table = uq.Table("t", rows=count, dim=4)
         return uq.Embeddings({"f": uq.Feature(table, "sum")}, width=uq.Width(budget="25%", every=4, **width))
 
     with pytest.raises(uq.RecipeError, match=r"a size like '2 GB', or width.rows: table 't' has unbounded ids"):
