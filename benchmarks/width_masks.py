@@ -34,6 +34,8 @@ from .width_training import DIM, EVALUATED, PATIENCE
 
 HIDDEN = (128, 64)
 INIT, DECAY, HYSTERESIS, WEIGHT_DECAY = 0.05, 0.999, 0.1, 1e-5
+THETA = 0.5
+"""of the priorities 1 / (k − theta) that values have beside what rows are worth, here alone and not learnt"""
 HALVINGS = 40
 """of the range in which the threshold is looked for"""
 
@@ -51,7 +53,7 @@ class Way:
     """of the measure, beside water-filling's own"""
     nothing: float = 0.0
     """share of the least rows that get nothing"""
-    theta: float = WaterFilling().theta
+    theta: float = THETA
     rate: float = 0.0
     """the learning rate of a row falls with its width to this power, and is as given at 4 values"""
     known: float = 0.0

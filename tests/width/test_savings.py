@@ -8,7 +8,7 @@ import unequal as uq
 from unequal.train import checkpoint
 from unequal.width.measures import alone_in_all
 from unequal.width.policy import Rows, policy_of
-from unequal.width.savings import DENSE, FLOOR, LARGEST, SPARSE, Known, Savings, assumed
+from unequal.width.savings import FLOOR, LARGEST, STEPS, Known, Savings, assumed
 
 ROWS = 40
 
@@ -99,9 +99,11 @@ def test_what_is_looked_at():
     savings = Savings({"t": 2}, {"f": uq.Feature(uq.Table("t", 10, dim=2), "sum")})
     output = torch.arange(20.0).view(10, 2)
     assert torch.equal(savings.sample([output], 0).parts[0][1], output), "all of a small one"
-    assert savings.sample([output], DENSE + 1) is None
-    later = savings.sample([output], DENSE)
-    assert later.times == SPARSE
+    for first, every in STEPS.items():
+        looked_at = [step for step in range(first, first + 3 * every) if savings.sample([output], step)]
+        assert looked_at == [first, first + every, first + 2 * every], "one in so many, which stands for all of them"
+        later = savings.sample([output], first)
+        assert later.times == every
     large = torch.zeros(1_000_000, 2)
     first, part = savings.sample([large], 7).parts[0]
     assert first and 100_000 < len(part) < 200_000

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..tables import Feature
 from .measures import Floats, Totals
 
-DENSE, SPARSE = 256, 4
-"""steps at the start that are all looked at; and of how many later ones one is"""
+STEPS = {0: 1, 256: 4, 4096: 16}
+"""from which step on one in how many is looked at"""
 VALUES = 1 << 18
 """of an output that are looked at in a step, about"""
 STRIDE = 7919
@@ -121,7 +121,8 @@ class Savings:
 
     def sample(self, outputs: Sequence[Tensor], step: int) -> Sampled | None:
         """Of these outputs, where any of this step's are looked at."""
-        if step >= DENSE and step % SPARSE:
+        times = next(every for first, every in reversed(STEPS.items()) if step >= first)
+        if step % times:
             return None
         parts = []
         for output in outputs:
@@ -130,7 +131,7 @@ class Savings:
             first = step * STRIDE % (lines - count + 1)
             # What came out may be changed by who reads it.
             parts.append((first, output.detach()[first : first + count].clone()))
-        return Sampled(parts, 1 if step < DENSE else SPARSE)
+        return Sampled(parts, times)
 
     def note(self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int) -> None:
         """The gradients of these outputs, and how many samples they are of."""
