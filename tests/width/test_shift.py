@@ -227,3 +227,26 @@ def test_checkpoints_that_do_not_say_what_is_usual(tmp_path, monkeypatch):
     assert all(usual.windows == 0 for usual in other._rounds.shifts.usual.values())
     train(other, batches(100, seed=1))
     assert not shifted(other)
+
+
+def test_what_rounds_change_is_no_shift():
+    """By as much as the share has risen after a round before it may rise again, for some windows; not by more, nor later."""
+    usual = Usual()
+    for _ in range(12):
+        usual.learn(0.2)
+        usual.note(0.2, False)
+    assert usual.exceeded(0.33, 100_000)
+    usual.is_after_round = True
+    usual.note(0.34, False)  # before anything was to be noticed
+    usual.note(0.2, False)
+    assert usual.jump == pytest.approx(0.14)
+    usual.allowed, usual.is_after_round = usual.jump, True
+    assert not usual.exceeded(0.33, 100_000) and usual.exceeded(0.36, 100_000)
+    usual.note(0.9, True)
+    assert usual.jump == pytest.approx(0.14), "a shift says nothing of what rounds do"
+    for _ in range(12):
+        usual.learn(0.2)
+    assert usual.exceeded(0.33, 100_000)
+    usual.is_after_round = True
+    usual.note(0.2, False)
+    assert usual.jump == pytest.approx(0.07), "of late"

@@ -23,8 +23,8 @@ from .measures import Floats, Totals
 
 STEPS = {0: 1, 256: 4, 4096: 16}
 """from which step on one in how many is looked at"""
-VALUES = 1 << 18
-"""of an output that are looked at in a step, about"""
+VALUES, LEAST_VALUES = 1 << 18, 1 << 14
+"""that are looked at in a step, about: of all outputs, and of each at least"""
 STRIDE = 7919
 """by which the part of a batch that is looked at moves on"""
 PRIOR = 30.0
@@ -124,10 +124,10 @@ class Savings:
         times = next(every for first, every in reversed(STEPS.items()) if step >= first)
         if step % times:
             return None
-        parts = []
+        parts, most = [], max(VALUES // max(1, len(outputs)), LEAST_VALUES)
         for output in outputs:
             lines, columns = output.shape
-            count = min(lines, max(1, VALUES // columns))
+            count = min(lines, max(1, most // columns))
             first = step * STRIDE % (lines - count + 1)
             # What came out may be changed by who reads it.
             parts.append((first, output.detach()[first : first + count].clone()))

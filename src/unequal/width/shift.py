@@ -58,9 +58,9 @@ class Usual:
         above = max(DEVIATIONS * deviation, odds / (1 + odds) - self.share + LEAST, allowed)
         return share > self.share + above
 
-    def note(self, share: float) -> None:
+    def note(self, share: float, shifted: bool) -> None:
         """A window's, whether or not anything is to be noticed yet."""
-        if self.is_after_round:
+        if self.is_after_round and not shifted:
             self.jump = max(share - self.last, self.jump / 2)
         self.last, self.is_after_round = share, False
 
@@ -117,10 +117,12 @@ class Shifts:
             self.seen[name] = self.seen[name][0] + own[0], self.seen[name][1] + own[1]
             if not reads:
                 continue
+            exceeded = False
             if knows and spent(number):
-                shifted |= usual.exceeded(unfound / reads, reads)
+                exceeded = usual.exceeded(unfound / reads, reads)
                 usual.learn(unfound / reads)
-            usual.note(unfound / reads)
+            usual.note(unfound / reads, exceeded)
+            shifted |= exceeded
         if shifted:
             self.since = step - max(1, self.every >> 5)
             for usual in self.usual.values():
