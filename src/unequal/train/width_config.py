@@ -33,7 +33,7 @@ class WidthConfig:
     tables: dict[str, str | float] = field(default_factory=dict)
     """Budgets of single tables, which then do not share the common one."""
     rows: dict[str, int] = field(default_factory=dict)
-    """How many ids tables with unbounded ids have, about, where the budget is a share. Left out, `unequal train` counts them."""
+    """How many ids tables with unbounded ids have, about. Left out, `unequal train` counts them."""
     chunk: int | None = None
     """Values that come and go together; left out, each table has about 16 chunks."""
     every: int = _default("every")
@@ -123,14 +123,8 @@ class WidthConfig:
             Rounds(width, tables, {name: table.optimizer or optimizer for name, table in tables.items()})
 
     def unknown(self, tables: Mapping[str, Table]) -> list[str]:
-        """Tables whose budget is a share of nobody knows how many rows."""
-        if self.searches:
-            return []
-        width = self.build()
-        budgets = {name: width.budget_of(name) or width.common for name in tables}
-        return [
-            name for name, table in tables.items() if width.rows_of(table) is None and budgets[name].share is not None
-        ]
+        """Tables with unbounded ids of which nobody has said how many there are about."""
+        return [] if self.searches else [n for n, t in tables.items() if t.rows is None and n not in self.rows]
 
 
 @contextmanager

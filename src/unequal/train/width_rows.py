@@ -1,4 +1,5 @@
-"""A share of the values of tables with unbounded ids: of how many ids? Of those that the training part has, which are counted."""
+"""How many ids tables with unbounded ids have: with a budget it says of what a share is to be kept, how wide new rows may be, and
+how much is saved in the end. They are counted in the training part."""
 
 from __future__ import annotations
 
@@ -7,15 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..data.dataset import Dataset
+from ..plan.profiled import loads_from_profile
 from ..stats.collect import profile_dataset
 from .build import build_tables
 from .config import Recipe
 from .processes import Ranks
 from .profiling import gather
 
+SAMPLES = 20_000_000
+"""that are looked at; of more it is estimated how many ids they have"""
+
 
 def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Recipe:
-    """The recipe with what its budgets need to know of unbounded ids. All ranks call it."""
+    """The recipe with what its budget needs to know of unbounded ids. All ranks call it."""
     if recipe.width is None:
         return recipe
     features = build_tables(recipe)
@@ -26,15 +31,23 @@ def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], 
     if missing:
         start = time.perf_counter()
         wanted = {name: feature for name, feature in features.items() if feature.table.name in missing}
-        own = profile_dataset(data, wanted, rank=ranks.rank, world=ranks.world, workers=max(1, recipe.run.workers))
-        merged = gather(own, ranks.mesh)
-        found: dict[str, int] = ranks.first(
-            lambda: {} if merged is None else {name: int(merged.tables[name].rows_seen) for name in missing}
+        own = profile_dataset(
+            data, wanted, samples=SAMPLES, rank=ranks.rank, world=ranks.world, workers=max(1, recipe.run.workers)
         )
-        rows |= {name: max(1, count) for name, count in found.items()}
+        merged = gather(own, ranks.mesh)
+
+        def counted() -> dict[str, int]:
+            assert merged is not None
+            loads = loads_from_profile(merged, wanted, recipe.optimizer.build_tables())
+            return {
+                name: max(1, loads[name].rows if merged.sampled else int(merged.tables[name].rows_seen))
+                for name in missing
+            }
+
+        rows |= ranks.first(counted)
         counts = ", ".join(f"{rows[name]:,} of '{name}'" for name in missing)
         seconds = time.perf_counter() - start
         say(
-            f"a share of the values is to be kept, so ids were counted: {counts} ({seconds:.1f} s; width.rows spares that)"
+            f"ids of tables without rows were counted: {counts} ({seconds:.1f} s; [width.rows] in the recipe spares that)"
         )
     return replace(recipe, width=replace(recipe.width, rows={**recipe.width.rows, **rows})) if rows else recipe

@@ -55,7 +55,8 @@ class Width:
     tables: Mapping[str, str | float | Budget] = field(default_factory=dict)
     """budgets of single tables, which then do not share the common one"""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """how many ids tables with unbounded ids have, about: of their values a budget may then be a share, too"""
+    """how many ids tables with unbounded ids have, about: of their values a budget may then be a share, too, and one in bytes
+    says how wide new rows may be"""
     chunk: int | None = None
     """values that come and go together; without it each table has about 16 chunks"""
     every: int = 1000

@@ -159,7 +159,8 @@ class Settling:
             dims = sum(self.tables[member].dim for member in group.tables)
             per_row = table.dim * item + optimizer.state_bytes_per_row(table.dim) + OVERHEAD
             whole = group.budget.size * table.dim / dims / per_row
-            keep = min(1.0, whole / table.rows) if table.rows is not None else 1.0 / chunks
+            known = self.rows[name]
+            keep = min(1.0, whole / known) if known is not None else 1.0 / chunks
         full = self.policy.whole or self.width.start == "full"
         start = chunks if full else max(1, int(keep * chunks))
         if group.budget.size is not None and table.rows is None:
