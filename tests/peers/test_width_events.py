@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from benchmarks import width_events
 from benchmarks.report import BenchmarkError
 
