@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 import unequal as uq
 from unequal.kernels import backend
+from unequal.storage import by_class
 from unequal.storage.narrow import NarrowStorage
 from unequal.storage.shards import NarrowShard
 
@@ -152,7 +153,13 @@ class Tables(RuleBasedStateMachine):
     def asked(self, wanted):
         masks = (wanted.long() << torch.arange(CHUNKS)).sum(1)
         chunks = wanted.sum(1).to(torch.int16)
-        return chunks, masks if self.by_chunk else None, self.storage.class_counts(chunks).tolist()
+        return (
+            chunks,
+            masks if self.by_chunk else None,
+            storage = self.storage
+            counts = by_class.counts(chunks, storage.records.chunks, storage.kernels.on_device)
+            return chunks, masks if self.by_chunk else None, counts.tolist()
+        )
 
     def follow(self, census, wanted):
         """After a round: what stays is as it was, what is new is fresh, but for squares of gradients where rows hand them on."""

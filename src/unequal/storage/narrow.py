@@ -30,8 +30,6 @@ INDEX_BITS = 31
 """of a slot, as the directory holds it"""
 CHUNK = 65536
 """rows that are made at a time"""
-PIECE = 1 << 20
-"""rows that are counted at a time"""
 MOST_GAIN = 2.0**40
 """The measure that utilities are kept in grows up to this; then they are all made smaller."""
 
@@ -278,31 +276,9 @@ class NarrowStorage(FollowingStorage):
         slabs = [slab[:, words] for slab in self.records.slabs[k]]
         return torch.cat(slabs)[: self.counts[k]]
 
-    def class_counts(self, chunks: Tensor) -> Tensor:
-        """How many rows have none, one, two … of so many chunks."""
-        if not self.kernels.on_device:
-            return torch.bincount(chunks, minlength=self.records.chunks + 1)
-        # bincount would wait for the device.
-        each = torch.arange(self.records.chunks + 1, dtype=chunks.dtype, device=self.device)
-        counts = torch.zeros_like(each, dtype=torch.int64)
-        for part in torch.split(chunks, PIECE):
-            counts += (part == each[:, None]).sum(1)
-        return counts
-
-    def class_sums(self, chunks: Tensor, worth: Tensor) -> Tensor:
-        """[chunks] float64: what rows of 1, 2, … of so many chunks are worth, in the same order whatever computes it."""
-        sums = torch.zeros(self.records.chunks + 1, dtype=torch.float64, device=self.device)
-        each = torch.arange(self.records.chunks + 1, dtype=chunks.dtype, device=self.device)
-        for part, own in zip(torch.split(chunks, PIECE), torch.split(worth, PIECE)):
-            if self.kernels.on_device:  # bincount would add up in any order
-                sums += torch.where(part == each[:, None], own, 0.0).sum(1, dtype=torch.float64)
-            else:
-                sums += torch.bincount(part, own.double(), minlength=self.records.chunks + 1)
-        return sums[1:]
-
     def prepare(self, census: Census, chunks: Tensor, masks: Tensor | None, rows: list[int]) -> Callable[[], None]:
         """Makes, beside what there is, what rows will be with these chunks. Called, what it gives puts that in place, and needs
-        no memory worth the name: where memory is short, it is short before anything has changed. `rows`: see class_counts."""
+        no memory worth the name: where memory is short, it is short before anything has changed. `rows`: see by_class.counts."""
         records = self.records
         held = [0, *rows[1:]]
         self._check_room(held)

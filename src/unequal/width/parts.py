@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.request import Records, mix64
+from ..storage import by_class
 from ..storage.memory import give_back_freed
 from ..storage.narrow import Census, NarrowStorage
 from .evidence import believed
@@ -122,14 +123,18 @@ class Part:
         self.rows = self.policy.measure(utilities, self.records.chunks, self.records.chunk, share, priorities)
         return self
 
+    @property
+    def _on_device(self) -> bool:
+        return bool(self.storage.kernels.on_device)
+
     # What rows of exactly 1, 2, … chunks are worth, as they are and as they will be.
 
     def worth_now(self) -> Tensor:
         live = self.census.live
-        return self.storage.class_sums(self.old[:live], self.census.utilities[:live, 0])
+        return by_class.sums(self.old[:live], self.census.utilities[:live, 0], self.records.chunks, self._on_device)
 
     def worth_then(self) -> Tensor:
-        return self.storage.class_sums(self._counts, self.census.utilities[:, 0])
+        return by_class.sums(self._counts, self.census.utilities[:, 0], self.records.chunks, self._on_device)
 
     def _bits(self, masks: Tensor) -> Tensor:
         bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
@@ -164,7 +169,7 @@ class Part:
         return torch.stack([(self.held & ~self.new).sum(), (self.new & ~self.held).sum()]) * self.records.chunk
 
     def class_counts(self) -> Tensor:
-        return self.storage.class_counts(self._counts)
+        return by_class.counts(self._counts, self.records.chunks, self._on_device)
 
     def _keep(self, which: Tensor) -> None:
         """These rows stay as they are."""
@@ -192,7 +197,7 @@ class Part:
         self._keep((self._counts > self.old) & _beyond(drawn, share))
 
     def prepare(self, rows: list[int] | None) -> Callable[[], None]:
-        """`rows`: see class_counts; nothing where no row changes."""
+        """`rows`: see by_class.counts; nothing where no row changes."""
         masks = self._masks() if rows is not None and self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
