@@ -153,13 +153,8 @@ class Tables(RuleBasedStateMachine):
     def asked(self, wanted):
         masks = (wanted.long() << torch.arange(CHUNKS)).sum(1)
         chunks = wanted.sum(1).to(torch.int16)
-        return (
-            chunks,
-            masks if self.by_chunk else None,
-            storage = self.storage
-            counts = by_class.counts(chunks, storage.records.chunks, storage.kernels.on_device)
-            return chunks, masks if self.by_chunk else None, counts.tolist()
-        )
+        counts = by_class.counts(chunks, self.storage.records.chunks, self.storage.kernels.on_device)
+        return chunks, masks if self.by_chunk else None, counts.tolist()
 
     def follow(self, census, wanted):
         """After a round: what stays is as it was, what is new is fresh, but for squares of gradients where rows hand them on."""
