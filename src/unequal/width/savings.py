@@ -51,6 +51,11 @@ def assumed(chunks: int) -> Floats:
     return shape
 
 
+def _of_all(own: Sequence[Floats], totals: Totals) -> list[Floats]:
+    """The sums over all ranks, asked for at once."""
+    return np.split(totals(np.concatenate(own)), np.cumsum([part.size for part in own])[:-1])
+
+
 @dataclass(slots=True)
 class Known:
     """Of a table, on all ranks; what is long ago counts less."""
@@ -111,10 +116,15 @@ class Savings:
     """what was counted since the last round and before they were loaded: [2, 1 + chunks] by table, products and their squares"""
     seen: Floats = field(init=False)
     """samples and steps since the last round"""
+    _outputs: list[list[Feature]] = field(init=False)
+    """features of each output, in the order of its columns"""
     _sums: list[Tensor] = field(init=False)
     """[2, features + columns] of each output, where the outputs are"""
 
     def __post_init__(self) -> None:
+        pooled = [feature for feature in self.features.values() if feature.pooling is not None]
+        lists = [[feature] for feature in self.features.values() if feature.pooling is None]
+        self._outputs = [pooled, *lists] if pooled else lists
         self.load(None, held=0.0)
 
     # In a step
@@ -135,16 +145,17 @@ class Savings:
 
     def note(self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int) -> None:
         """The gradients of these outputs, and how many samples they are of."""
-        outputs = self._outputs()
         if not self._sums:
-            self._sums = [torch.zeros(0)] * len(outputs)
+            self._sums = [torch.zeros(0)] * len(self._outputs)
         self.seen += sampled.times * np.array([samples, 1 / self.ranks])
         for number, ((first, values), gradient) in enumerate(zip(sampled.parts, gradients)):
             lines = values.shape[0]
             if gradient is None or not lines:
                 continue
             products = values.float() * gradient[first : first + lines].float()
-            dims = [(dim, len(list(run))) for dim, run in groupby(feature.table.dim for feature in outputs[number])]
+            dims = [
+                (dim, len(list(run))) for dim, run in groupby(feature.table.dim for feature in self._outputs[number])
+            ]
             runs = torch.split(products, [dim * count for dim, count in dims], 1)
             wholes = [run.reshape(lines, count, dim).sum(2) for run, (dim, count) in zip(runs, dims)]
             terms = torch.cat([*wholes, products], 1).div_(self.ranks)
@@ -155,16 +166,10 @@ class Savings:
             before = self._sums[number]
             self._sums[number] = before.to(sums.device).add_(sums) if before.numel() else sums
 
-    def _outputs(self) -> list[list[Feature]]:
-        """Features of each output, in the order of its columns."""
-        pooled = [feature for feature in self.features.values() if feature.pooling is not None]
-        lists = [[feature] for feature in self.features.values() if feature.pooling is None]
-        return [pooled, *lists] if pooled else lists
-
     def _counted(self) -> dict[str, Floats]:
         """Since the last round, as this rank has seen it."""
         found = {name: part.copy() for name, part in self.before.items()}
-        for sums, features in zip(self._sums, self._outputs()):
+        for sums, features in zip(self._sums, self._outputs):
             if not sums.numel():
                 continue
             numbers, at = sums.cpu().numpy(), len(features)
@@ -190,7 +195,7 @@ class Savings:
                 np.array([all_of_it.get(name, 0.0)]),
             ]
             counted[name] = np.zeros((2, 1 + self.chunks[name]))
-        together = iter(np.split(totals(np.concatenate(own)), np.cumsum([part.size for part in own])[:-1]))
+        together = iter(_of_all(own, totals))
         samples, steps = next(together).tolist()
         self.before, self._sums = counted, []
         known, priors = [self.known[name] for name in tables], []
@@ -207,7 +212,7 @@ class Savings:
     def settle(self, tables: Sequence[str], held: Mapping[str, Floats], totals: Totals) -> None:
         """After the round, rows of exactly 1, 2, … chunks are worth this."""
         own = [held.get(name, np.zeros(self.chunks[name])) for name in tables]
-        for name, part in zip(tables, np.split(totals(np.concatenate(own)), np.cumsum([p.size for p in own])[:-1])):
+        for name, part in zip(tables, _of_all(own, totals)):
             self.known[name].held = part
 
     def end(self) -> None:
