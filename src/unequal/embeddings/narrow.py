@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import Backend
 from ..storage import Storage
 from ..storage.narrow import NarrowStorage
 from ..width import RoundReport, Rounds
@@ -22,6 +23,7 @@ class NarrowTables(nn.Module):
 
     _storages: dict[str, Storage]
     _rounds: Rounds | None
+    _kernels: Backend
     _generation: int
     step: int
 
@@ -89,4 +91,4 @@ class NarrowTables(nn.Module):
 
     def _note_savings(self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int) -> None:
         assert self._rounds is not None and self._rounds.savings is not None
-        self._rounds.savings.note(sampled, gradients, samples)
+        self._rounds.savings.note(sampled, gradients, samples, self._kernels.count_savings)

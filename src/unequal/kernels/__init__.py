@@ -26,6 +26,7 @@ fade(rows, gain)                           divides all utilities (not in the ref
 worth(rows, slots)                         their utilities and masks (not in the reference: class by class)
 order_by_id(ids, slots)                    sorts them (CPU only: elsewhere torch does)
 lay_out(slots, chunks, counts, class_bits) new slots of rows that change their width
+count_savings(values, gradient, dims, ...) sums of products by feature and column (CPU only: elsewhere torch adds them up)
 bucket_of(ids, buckets)                    where candidates belong
 packed_sizes(live, runs, codec, norms)     how long messages of such rows are
 pack(rows, live, runs, codec, norms)       rows at full width as they travel: live values alone
@@ -88,6 +89,7 @@ class Backend:
     fade: Callable[..., None] | None = None
     worth: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
     order_by_id: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    count_savings: Callable[..., None] | None = None
     Finder: Any = None
     Directories: Any = None
     locate_all: Any = None

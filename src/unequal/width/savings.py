@@ -9,7 +9,7 @@ against a value. All of it can be read off a lookup's outputs and their gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
@@ -143,8 +143,11 @@ class Savings:
             parts.append((first, output.detach()[first : first + count].clone()))
         return Sampled(parts, times)
 
-    def note(self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int) -> None:
-        """The gradients of these outputs, and how many samples they are of."""
+    def note(
+        self, sampled: Sampled, gradients: Sequence[Tensor | None], samples: int,
+        count: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
+        """The gradients of these outputs, and how many samples they are of. `count`: the backend's `count_savings`."""
         if not self._sums:
             self._sums = [torch.zeros(0)] * len(self._outputs)
         self.seen += sampled.times * np.array([samples, 1 / self.ranks])
@@ -152,19 +155,26 @@ class Savings:
             lines = values.shape[0]
             if gradient is None or not lines:
                 continue
-            products = values.float() * gradient[first : first + lines].float()
-            dims = [
-                (dim, len(list(run))) for dim, run in groupby(feature.table.dim for feature in self._outputs[number])
-            ]
-            runs = torch.split(products, [dim * count for dim, count in dims], 1)
-            wholes = [run.reshape(lines, count, dim).sum(2) for run, (dim, count) in zip(runs, dims)]
-            terms = torch.cat([*wholes, products], 1).div_(self.ranks)
-            sums = torch.stack([terms.sum(0), terms.square_().sum(0)]).double() * (
-                sampled.times * gradient.shape[0] / lines
-            )
-            sums = torch.where(sums.isfinite(), sums, 0.0)  # a step that has diverged must not be all there is
-            before = self._sums[number]
-            self._sums[number] = before.to(sums.device).add_(sums) if before.numel() else sums
+            dims = [feature.table.dim for feature in self._outputs[number]]
+            factor = sampled.times * gradient.shape[0] / lines
+            upstream, sums = gradient[first : first + lines], self._sums[number]
+            if count is not None and not values.is_cuda:
+                if not sums.numel():
+                    sums = torch.zeros(2, len(dims) + sum(dims), dtype=torch.float64)
+                sums = self._sums[number] = sums.cpu()
+                count(values, upstream, dims, factor / self.ranks, factor / self.ranks**2, sums)
+                continue
+            more = self._added_up(values.float() * upstream.float(), dims) * factor
+            more = torch.where(more.isfinite(), more, 0.0)  # a step that has diverged must not be all there is
+            self._sums[number] = sums.to(more.device).add_(more) if sums.numel() else more
+
+    def _added_up(self, products: Tensor, dims: Sequence[int]) -> Tensor:
+        """Over lines: the sums of products by feature and by column, and those of their squares."""
+        alike = [(dim, len(list(run))) for dim, run in groupby(dims)]
+        runs = torch.split(products, [dim * count for dim, count in alike], 1)
+        wholes = [run.reshape(-1, count, dim).sum(2) for run, (dim, count) in zip(runs, alike)]
+        terms = torch.cat([*wholes, products], 1).div_(self.ranks)
+        return torch.stack([terms.sum(0), terms.square_().sum(0)]).double()
 
     def _counted(self) -> dict[str, Floats]:
         """Since the last round, as this rank has seen it."""

@@ -3,7 +3,19 @@
 from .dealing import Dealer, follow_places, unique_tables
 from .hash import HashDirectory
 from .ids import narrow_ids, widen_ids
-from .narrow import Finder, NarrowDirectory, bucket_of, fade, follow, lay_out, order_by_id, place, rebuild, worth
+from .narrow import (
+    Finder,
+    NarrowDirectory,
+    bucket_of,
+    count_savings,
+    fade,
+    follow,
+    lay_out,
+    order_by_id,
+    place,
+    rebuild,
+    worth,
+)
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .steps import (
     deal_bags,
@@ -24,6 +36,7 @@ __all__ = [
     "HashDirectory",
     "NarrowDirectory",
     "bucket_of",
+    "count_savings",
     "deal_bags",
     "fade",
     "follow",

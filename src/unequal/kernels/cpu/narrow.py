@@ -277,3 +277,23 @@ def fade(rows: TableRows, gain: float) -> None:
     native_library().uq_narrow_fade(
         pointer(describe_table(rows)), pointer(counts), ctypes.c_float(gain), thread_count(int(counts.sum()))
     )
+
+
+def count_savings(
+    values: Tensor, gradient: Tensor, dims: Sequence[int], factor: float, square_factor: float, sums: Tensor
+) -> None:
+    values, gradient = values.float().contiguous(), gradient.float()
+    gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
+    failed = native_library().uq_count_savings(
+        pointer(values),
+        pointer(gradient),
+        ctypes.c_int64(gradient.stride(0)),
+        ctypes.c_int64(values.shape[0]),
+        (ctypes.c_int64 * len(dims))(*dims),
+        ctypes.c_int64(len(dims)),
+        ctypes.c_double(factor),
+        ctypes.c_double(square_factor),
+        pointer(sums),
+    )
+    if failed:
+        raise MemoryError(f"no memory to count what {values.shape[1]:,} columns save")
