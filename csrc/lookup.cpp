@@ -148,36 +148,37 @@ void narrow_part(const Table& table, const Feature& feature, int64_t first, int6
 // wide a row is.
 template <class T, int D>
 void first_chunks(const Table& table, const Feature& feature, int64_t first, int64_t last, bool large) {
-  constexpr int N = D / 8;
-  const bool streams = large && can_stream<8>(feature.values, feature.stride);
+  constexpr int W = D % UNEQUAL_LIVE_LANES ? 8 : UNEQUAL_LIVE_LANES, N = D / W;
+  using Places = NarrowRows<W>;
+  const bool streams = large && can_stream<W>(feature.values, feature.stride);
   const int64_t* slots = feature.slots;
   const Span span{feature};
   const int64_t end = span.from(last);
-  NarrowRows rows(table);
+  Places rows(table);
   rows.classes[0].row_bytes = 0;  // candidates have no values: whichever it is, nothing of it need be brought near
-  NarrowRows::Place ahead[kNarrowAhead];
+  typename Places::Place ahead[kNarrowAhead];
   const auto bring = [&](int64_t i) {
-    const NarrowRows::Place place = rows.at(slots[i]);
-    prefetch_part<D * int64_t(sizeof(T))>(place.record, place.of->value_bytes);
-    ahead[i % kNarrowAhead] = place;
+    const typename Places::Place place = rows.at(slots[i]);
+    prefetch_part<D * int64_t(sizeof(T))>(place.record, place.of->read_bytes);
+    ahead[uint64_t(i) % kNarrowAhead] = place;
   };
   for (int64_t i = span.from(first); i < std::min(span.from(first) + kNarrowAhead, end); ++i) bring(i);
   for (int64_t k = first; k < last; ++k) {
     const int64_t from = span.from(k), to = span.from(k + 1);
     const float share = feature.pooling == kMean && to > from ? 1.0f / float(to - from) : 1.0f;
-    Lanes<8> sum[N] = {};
+    Lanes<W> sum[N] = {};
     for (int64_t i = from; i < to; ++i) {
-      const NarrowRows::Place place = ahead[i % kNarrowAhead];
+      const typename Places::Place place = ahead[uint64_t(i) % kNarrowAhead];
       if (i + kNarrowAhead < end) bring(i + kNarrowAhead);
       const float scale = feature.weights && !span.listed ? feature.weights[i] * share : share;
       for (int j = 0; j < N; ++j) {
-        const uint8_t live = place.of->live[j];
+        const typename Places::Live live = place.of->live[j];
         const T* values = reinterpret_cast<const T*>(place.record + place.of->at[j]);
-        sum[j] = add_live(sum[j], load_live(values, live), Lanes<8>{} + scale, live);
+        sum[j] = add_live(sum[j], load_live(values, live), Lanes<W>{} + scale, live);
       }
     }
     float* out = feature.values + k * feature.stride;
-    for (int j = 0; j < N; ++j) put<8>(out + 8 * j, sum[j], streams);
+    for (int j = 0; j < N; ++j) put<W>(out + W * j, sum[j], streams);
   }
 }
 #endif

@@ -6,6 +6,7 @@
 // Class 0 are candidates: rows without any value, of which only the utility is kept. They lie in one piece.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "rows.h"
 
@@ -40,31 +41,34 @@ inline NarrowRow narrow_row(const Table& t, int64_t slot) {
 }
 
 // The same for many rows of a table, without a branch: which class comes next cannot be foretold. A slot of -1 is taken for the
-// first candidate, which has no values either.
+// first candidate, which has no values either. Values are read by vectors of W.
+template <int W>
 struct NarrowRows {
-  static constexpr int kEights = 16;  // of 128 columns, which is as many as a row's values are asked for this way
+  static constexpr int kVectors = 128 / W;  // of 128 columns, which is as many as a row's values are asked for this way
+  using Live = std::conditional_t<W == 16, uint16_t, uint8_t>;
   struct Class {
     char* const* slabs;
-    int64_t shift, row_bytes, value_bytes;
-    const Record* layout;
-    uint16_t at[kEights];   // where the values [8 · k, 8 · k + 8) begin, in bytes; 0 where the row has none of them
-    uint8_t live[kEights];  // which of them it has, as bits
+    int64_t shift, row_bytes;
+    int64_t read_bytes;         // that vectors with some of its values reach over
+    uint16_t at[kVectors];      // where the values [W · k, W · k + W) begin, in bytes; 0 where the row has none of them
+    Live live[kVectors];        // which of them it has, as bits
   };
   struct Place {
     char* record;
     const Class* of;
   };
-  int64_t class_bits, item;
+  int64_t class_bits;
   Class classes[kMaxChunks + 1];
 
-  explicit NarrowRows(const Table& t) : class_bits(t.class_bits), item(t.dtype == kFloat32 ? 4 : 2) {
+  explicit NarrowRows(const Table& t) : class_bits(t.class_bits) {
+    const int64_t item = t.dtype == kFloat32 ? 4 : 2;
     for (int64_t k = 0; k <= t.dim / t.chunk; ++k) {
       const Record& layout = t.records[k];
       char* const* slabs = reinterpret_cast<char* const*>(t.weights) + k * t.class_slabs;
-      classes[k] = {slabs, k ? t.slab_log2 : 62, layout.words * 4, layout.width * item, &layout, {}, {}};
-      for (int64_t eight = 0; eight < kEights && 8 * eight < layout.width; ++eight) {
-        classes[k].at[eight] = uint16_t(8 * eight * item);
-        classes[k].live[eight] = uint8_t((1u << std::min<int64_t>(layout.width - 8 * eight, 8)) - 1);
+      classes[k] = {slabs, k ? t.slab_log2 : 62, layout.words * 4, (layout.width + W - 1) / W * W * item, {}, {}};
+      for (int64_t v = 0; v < kVectors && W * v < layout.width; ++v) {
+        classes[k].at[v] = uint16_t(W * v * item);
+        classes[k].live[v] = Live((1u << std::min<int64_t>(layout.width - W * v, W)) - 1);
       }
     }
   }

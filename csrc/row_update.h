@@ -1,4 +1,5 @@
-// One optimizer step of rows that are not plain float32 rows of the full width: of 16 bits, or with some of their chunks only.
+// Where a row lies, and one optimizer step of rows that are not plain float32 rows of the full width: of 16 bits, or with some of
+// their chunks only.
 #pragma once
 #include <cmath>
 
@@ -6,6 +7,35 @@
 #include "optimizers.h"
 
 namespace unequal {
+
+// Where a row and its state lie.
+struct Row {
+  void* weights;
+  float* state[2];
+};
+
+template <int D, int O>
+inline Row locate(const Table& t, int64_t slot) {
+  int64_t place;
+  const int slab = slab_of(t.slab_log2, slot, place);
+  const int64_t dim = D ? D : t.dim, first = state_per_row<O>(0, dim), second = state_per_row<O>(1, dim);
+  return {static_cast<char*>(t.weights[slab]) + place * dim * (t.dtype == kFloat32 ? 4 : 2),
+          {first ? t.state[0][slab] + place * first : nullptr, second ? t.state[1][slab] + place * second : nullptr}};
+}
+
+template <int D, int O>
+inline void prefetch_row(const Table& t, int64_t slot) {
+  if (t.chunk) {
+    const NarrowRow row = narrow_row(t, slot);
+    return prefetch(row.record, row.layout->words * 4);
+  }
+  const Row row = locate<D, O>(t, slot);
+  const int64_t dim = D ? D : t.dim;
+  if (t.dtype == kFloat32) prefetch(row.weights, dim * 4);
+  else prefetch(row.weights, dim * 2);
+  if (state_per_row<O>(0, dim)) prefetch(row.state[0], state_per_row<O>(0, dim) * 4);
+  if (state_per_row<O>(1, dim)) prefetch(row.state[1], state_per_row<O>(1, dim) * 4);
+}
 
 // Rows of 16 bits: in float32, and rounded back.
 template <int D, int O>
@@ -46,41 +76,119 @@ __attribute__((noinline)) void update_part(const Table& t, int64_t slot, float* 
   apply_rounded<0, O>(t, slot, row.record, row.state(0), row.state(1), sum, width);
 }
 
-#if defined(UNEQUAL_LIVE_LANES)
-// The same where the row has its first chunks, values are float32 and one utility is followed: nothing branches on how wide it
-// is. Results are those of update_part, to the bit.
-template <int D, int O>
-__attribute__((always_inline)) inline void update_first(const Table& t, const NarrowRows::Place& place, const float* sum,
-                                                        int64_t reads) {
-  constexpr int N = D / 8;
-  const NarrowRows::Class& of = *place.of;
-  float* record = reinterpret_cast<float*>(place.record);
-  Lanes<8> all[2] = {};
-  for (int j = 0; j < N; ++j) all[j % 2] += load<8>(sum + 8 * j) * load<8>(sum + 8 * j);
-  const float norm = t.utility_kind & kByGradient ? std::sqrt(add_lanes(all[0], all[1])) : 1.0f;
-  if (t.utility_kind) record[of.layout->utility] += float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
-  if (!of.value_bytes) return;
-  const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
-  float* state = record + of.layout->state[0];
-  Lanes<8> w[N], g[N], own[2] = {};
-  for (int j = 0; j < N; ++j) {
-    const uint8_t live = of.live[j];
-    w[j] = load_live(reinterpret_cast<const float*>(place.record + of.at[j]), live);
-    g[j] = load<8>(sum + 8 * j);
-    if (O != kRowWiseAdagrad || decay != 0) g[j] += decay * w[j];
-    if (O == kRowWiseAdagrad) own[j % 2] = add_live(own[j % 2], g[j], g[j], live);
+// Rows of a table by class, the widest first and candidates last: numbers that follow one another without large gaps, so that
+// rows are met class by class, and fewer bits are sorted than slots have.
+struct RowNumbers {
+  int64_t class_bits, widest, count;
+  uint32_t first[kMaxChunks + 1];  // of every class
+
+  explicit RowNumbers(const Table& t) : class_bits(t.class_bits), widest(t.dim / t.chunk), count(0) {
+    for (int64_t k = widest; k > 0; --k) {
+      first[k] = uint32_t(count);
+      for (int64_t slab = 0; slab < t.class_slabs && t.weights[k * t.class_slabs + slab]; ++slab) count += int64_t(1) << t.slab_log2;
+    }
+    first[0] = uint32_t(count);
+    count += (t.rows >> class_bits) + 1;
   }
+  int64_t of(int64_t slot) const { return first[slot & ((int64_t(1) << class_bits) - 1)] + (slot >> class_bits); }
+  int64_t slot(int64_t number) const {
+    int64_t k = widest;
+    while (k > 0 && number >= first[k - 1]) --k;
+    return (number - first[k]) << class_bits | k;
+  }
+};
+
+#if defined(UNEQUAL_LIVE_LANES)
+// The class that rows are of which are met in the order of their numbers.
+struct ClassOfRows {
+  const Table& table;
+  const RowNumbers& numbers;
+  int64_t chunks = numbers.widest, last = 0;  // `last`: the first number that is of another class
+  const Record* layout = nullptr;
+  char* const* slabs = nullptr;
+  int64_t shift = 0, row_bytes = 0, first = 0;
+
+  ClassOfRows(const Table& t, const RowNumbers& n) : table(t), numbers(n) { enter(numbers.widest); }
+  void enter(int64_t k) {
+    chunks = k;
+    first = numbers.first[k];
+    last = k ? numbers.first[k - 1] : INT64_MAX;
+    layout = table.records + k;
+    slabs = reinterpret_cast<char* const*>(table.weights) + k * table.class_slabs;
+    shift = k ? table.slab_log2 : 62;
+    row_bytes = layout->words * 4;
+  }
+  char* record(int64_t number) {
+    while (__builtin_expect(number >= last, 0)) enter(chunks - 1);
+    const int64_t place = number - first, slab = place >> shift;
+    return slabs[slab] + (place - (slab << shift)) * row_bytes;
+  }
+};
+
+// update_part where the row has its first chunks, values are float32 and one utility is followed. Results are the same, to the
+// bit.
+template <int D, int O>
+__attribute__((always_inline)) inline void update_first(const Table& t, const Record& layout, float* record, bool whole,
+                                                        const float* sum, int64_t reads) {
+  constexpr int N = D / 16;
+  const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
+  Lanes<16> g[N], squares{};
+  for (int j = 0; j < N; ++j) {
+    g[j] = load<16>(sum + 16 * j);
+    squares += g[j] * g[j];
+  }
+  const float whole_square = add_lanes(squares);
+  if (t.utility_kind) {
+    const float norm = t.utility_kind & kByGradient ? std::sqrt(whole_square) : 1.0f;
+    record[layout.utility] += float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
+  }
+  float* state = record + layout.state[0];
+  if (whole) {
+    Lanes<16> w[N];
+    for (int j = 0; j < N; ++j) w[j] = load<16>(record + 16 * j);
+    float step = lr, square = whole_square;
+    if (O != kRowWiseAdagrad || decay != 0) {
+      squares = Lanes<16>{};
+      for (int j = 0; j < N; ++j) {
+        g[j] += decay * w[j];
+        squares += g[j] * g[j];
+      }
+      if (O == kRowWiseAdagrad) square = add_lanes(squares);
+    }
+    if constexpr (O == kRowWiseAdagrad) {
+      *state += square / float(D);
+      step = lr / (std::sqrt(*state) + eps);
+    }
+    for (int j = 0; j < N; ++j) store<16>(record + 16 * j, w[j] - step * g[j]);
+    return;
+  }
+  const int64_t width = layout.width;
+  if (!width) return;
+  const auto gradient = [&](int64_t j) {
+    Lanes<8> eight = load<8>(sum + j);
+    if (O != kRowWiseAdagrad || decay != 0) eight += decay * load_first(record + j, width - j);
+    return eight;
+  };
   float step = lr;
   if constexpr (O == kRowWiseAdagrad) {
-    *state += add_lanes(own[0], own[1]) / float(of.layout->width);
+    Lanes<8> own[2] = {};
+    for (int64_t j = 0; j < width; j += 16) {
+      const Lanes<8> eight = gradient(j);
+      own[0] = add_live(own[0], eight, eight, first_live(width - j));
+      if (j + 8 >= width) break;
+      const Lanes<8> next = gradient(j + 8);
+      own[1] = add_live(own[1], next, next, first_live(width - j - 8));
+    }
+    *state += add_lanes(own[0], own[1]) / float(width);
     step = lr / (std::sqrt(*state) + eps);
   }
-  for (int j = 0; j < N; ++j)
-    store_live(reinterpret_cast<float*>(place.record + of.at[j]), w[j] - step * g[j], of.live[j]);
+  for (int64_t j = 0; j < width; j += 8)
+    store_first(record + j, load_first(record + j, width - j) - step * gradient(j), width - j);
 }
 
 inline bool goes_first(const Table& t) {
-  return t.chunk && !t.masked && t.dtype == kFloat32 && t.utilities == 1 && t.dim / t.chunk <= kMaxChunks;
+  return t.chunk && !t.masked && t.dtype == kFloat32 && t.utilities == 1 && t.dim / t.chunk <= kMaxChunks &&
+         (t.optimizer == kRowWiseAdagrad || t.optimizer == kSGD) && (t.dim == 16 || t.dim == 32 || t.dim == 64 || t.dim == 128);
 }
 #endif
 

@@ -91,10 +91,18 @@ inline Lanes<W> load(const Half* p) {
   return v;
 }
 // The values of 8 whose bits are set, and zeros. Even where no bit is set the processor waits for the memory: the caller then
-// gives the start of the row in place of what lies beyond it. By 8, because a vector of 16 would often reach into a line that
-// the row has no part of.
+// gives the start of the row in place of what lies beyond it. A vector may reach into a line that the row has no part of, which
+// is waited for, too.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define UNEQUAL_LIVE_LANES 1
+#define UNEQUAL_LIVE_LANES 16
+inline Lanes<16> load_live(const float* values, uint16_t live) { return _mm512_maskz_loadu_ps(live, values); }
+inline Lanes<16> load_live(const BFloat* values, uint16_t live) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(live, values)), 16));
+}
+inline Lanes<16> load_live(const Half* values, uint16_t live) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(live, values)); }
+inline Lanes<16> add_live(Lanes<16> sum, Lanes<16> a, Lanes<16> b, uint16_t live) {
+  return _mm512_mask3_fmadd_ps(a, b, sum, live);
+}
 inline Lanes<8> load_live(const float* values, uint8_t live) { return _mm256_maskz_loadu_ps(live, values); }
 inline Lanes<8> load_live(const BFloat* values, uint8_t live) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(live, values)), 16));
@@ -106,7 +114,7 @@ inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint8_t live) {
   return _mm256_mask3_fmadd_ps(a, b, sum, live);
 }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define UNEQUAL_LIVE_LANES 1
+#define UNEQUAL_LIVE_LANES 8
 inline __m256i all_bits_of(uint8_t live) {
   const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(live)), each), each);
@@ -129,6 +137,22 @@ inline Lanes<8> load_live(const Half* values, uint8_t live) {
 inline void store_live(float* values, Lanes<8> v, uint8_t live) { _mm256_maskstore_ps(values, all_bits_of(live), v); }
 inline Lanes<8> add_live(Lanes<8> sum, Lanes<8> a, Lanes<8> b, uint8_t live) {
   return _mm256_blendv_ps(sum, _mm256_fmadd_ps(a, b, sum), _mm256_castsi256_ps(all_bits_of(live)));
+}
+#endif
+#if defined(UNEQUAL_LIVE_LANES)
+// The first `count` values of 8, or all of them. 4 and 8 are read and written as they are: a write with a mask that another row's
+// values lie behind would hold up whoever reads these next.
+inline uint8_t first_live(int64_t count) { return count >= 8 ? 0xFF : uint8_t((1u << count) - 1); }
+inline Lanes<8> load_first(const float* values, int64_t count) {
+  Lanes<8> all;
+  if (count >= 8) return std::memcpy(&all, values, sizeof all), all;
+  if (count == 4) return _mm256_zextps128_ps256(_mm_loadu_ps(values));
+  return load_live(values, first_live(count));
+}
+inline void store_first(float* values, Lanes<8> v, int64_t count) {
+  if (count >= 8) std::memcpy(values, &v, sizeof v);
+  else if (count == 4) _mm_storeu_ps(values, _mm256_castps256_ps128(v));
+  else store_live(values, v, first_live(count));
 }
 #endif
 template <int W>

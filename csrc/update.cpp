@@ -12,6 +12,7 @@
 // A sum is that of its pieces of kPiece gradients, added in order: it depends on the data alone, never on the threads.
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,8 @@ struct TableRun {
   int64_t numbers = 0;                    // of gradients, or of ids where they are weighted
   int fine = 0;                           // buckets per doubling of the row number: 2^fine
   int64_t buckets = 0, first_bucket = 0;  // none: few lookups
+  int64_t rows = 0;                       // numbers of rows are below it
+  std::optional<RowNumbers> numbered;     // how rows are numbered where that is not their slot
   bool plain = true;                      // one feature without weights: the fast path
 };
 
@@ -70,7 +73,14 @@ struct Pack {              // bags of a feature whose gradients are copied
   int64_t first, last;
 };
 
-// Calls visit(row, number) for ids [first, last) of a feature, in order, except those without a row.
+// Calls body with the number of a row as a function of its slot.
+template <class Body>
+inline void with_numbers(const TableRun& table, Body&& body) {
+  if (table.numbered) return body([&numbers = *table.numbered](int64_t slot) { return numbers.of(slot); });
+  body([](int64_t slot) { return slot; });
+}
+
+// Calls visit(slot, number of the gradient) for ids [first, last) of a feature, in order, except those without a row.
 template <class Visit>
 inline void each_lookup(const FeatureRun& run, int64_t first, int64_t last, Visit&& visit) {
   const int64_t *slots = run.feature->slots, *offsets = run.feature->offsets;
@@ -87,35 +97,6 @@ inline void each_lookup(const FeatureRun& run, int64_t first, int64_t last, Visi
       if (slots[i] >= 0) visit(slots[i], run.first + (run.bags ? i : bag));
     }
   }
-}
-
-// Where a row and its state lie.
-struct Row {
-  void* weights;
-  float* state[2];
-};
-
-template <int D, int O>
-inline Row locate(const Table& t, int64_t slot) {
-  int64_t place;
-  const int slab = slab_of(t.slab_log2, slot, place);
-  const int64_t dim = D ? D : t.dim, first = state_per_row<O>(0, dim), second = state_per_row<O>(1, dim);
-  return {static_cast<char*>(t.weights[slab]) + place * dim * (t.dtype == kFloat32 ? 4 : 2),
-          {first ? t.state[0][slab] + place * first : nullptr, second ? t.state[1][slab] + place * second : nullptr}};
-}
-
-template <int D, int O>
-inline void prefetch_row(const Table& t, int64_t slot) {
-  if (t.chunk) {
-    const NarrowRow row = narrow_row(t, slot);
-    return prefetch(row.record, row.layout->words * 4);
-  }
-  const Row row = locate<D, O>(t, slot);
-  const int64_t dim = D ? D : t.dim;
-  if (t.dtype == kFloat32) prefetch(row.weights, dim * 4);
-  else prefetch(row.weights, dim * 2);
-  if (state_per_row<O>(0, dim)) prefetch(row.state[0], state_per_row<O>(0, dim) * 4);
-  if (state_per_row<O>(1, dim)) prefetch(row.state[1], state_per_row<O>(1, dim) * 4);
 }
 
 struct Part {               // buckets [first, last) of a table, or all of it where it has none
@@ -202,20 +183,20 @@ struct Step {
   }
 
 #if defined(UNEQUAL_LIVE_LANES)
-  // Sums and updates every row where rows have their first chunks: see update_first.
+  // Sums and updates every row of the sorted pairs where rows have their first chunks: see update_first.
   template <int D, int O>
-  __attribute__((noinline)) void update_first_chunks(const TableRun& run, const Pair* first, const Pair* last,
-                                                     const uint32_t* starts, int64_t rows, std::vector<LongRun>& left) const {
+  __attribute__((noinline)) void update_by_class(const TableRun& run, const Pair* first, const Pair* last,
+                                                 const uint32_t* starts, int64_t rows, std::vector<LongRun>& left) const {
     const Table& table = *run.table;
-    const NarrowRows places(table);
-    NarrowRows::Place ahead[kNarrowAhead];
+    ClassOfRows next(table, *run.numbered), now(table, *run.numbered);
+    char* ahead[kNarrowAhead];
     alignas(64) float sum[D];
     for (int64_t r = -kNarrowAhead; r < rows; ++r) {
-      const NarrowRows::Place place = ahead[uint64_t(r) % kNarrowAhead];
+      char* record = ahead[uint64_t(r) % kNarrowAhead];
       if (r + kNarrowAhead < rows) {
-        const NarrowRows::Place next = places.at(row_of(first[starts[r + kNarrowAhead]]));
-        prefetch_part<D * 4>(next.record, next.of->row_bytes);
-        ahead[uint64_t(r) % kNarrowAhead] = next;
+        char* coming = next.record(row_of(first[starts[r + kNarrowAhead]]));
+        prefetch_part<D * 4>(coming, next.row_bytes);
+        ahead[uint64_t(r) % kNarrowAhead] = coming;
       }
       if (r < 0) continue;
       const Pair *p = first + starts[r], *end = first + starts[r + 1];
@@ -223,7 +204,8 @@ struct Step {
         left.push_back({&run, p, end - p, 0});
       } else {
         add_up<D>(run, p, end, last, sum);
-        update_first<D, O>(table, place, sum, end - p);
+        now.record(row_of(*p));
+        update_first<D, O>(table, *now.layout, reinterpret_cast<float*>(record), now.chunks == run.numbered->widest, sum, end - p);
       }
     }
   }
@@ -245,7 +227,7 @@ struct Step {
     starts[rows] = uint32_t(last - first);
 #if defined(UNEQUAL_LIVE_LANES)
     if constexpr (D != 0 && D % 16 == 0 && (O == kRowWiseAdagrad || O == kSGD))
-      if (goes_first(table)) return update_first_chunks<D, O>(run, first, last, starts, rows, left);
+      if (run.numbered) return update_by_class<D, O>(run, first, last, starts, rows, left);
 #endif
     for (int64_t r = -kRowsAhead; r < rows; ++r) {
       if (r + kRowsAhead < rows) prefetch_row<D, O>(table, row_of(first[starts[r + kRowsAhead]]));
@@ -321,12 +303,16 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
   for (int64_t t = 0; t < table_count; ++t) {
     TableRun& run = step.tables[size_t(t)];
     run.table = &tables[size_t(t)];
+    run.rows = run.table->rows;
+#if defined(UNEQUAL_LIVE_LANES)
+    if (run.lookups && goes_first(*run.table)) run.rows = run.numbered.emplace(*run.table).count;
+#endif
     run.first_pair = first_pair;
     first_pair += run.lookups;
     first_chunk.push_back(chunks.size());
     if (run.lookups <= kFewLookups) continue;
     run.fine = std::min(bits_of(run.lookups / kBucketLookups), 10);
-    run.buckets = bucket_of(std::max<int64_t>(run.table->rows - 1, 0), run.fine) + 1;
+    run.buckets = bucket_of(std::max<int64_t>(run.rows - 1, 0), run.fine) + 1;
     run.first_bucket = buckets;
     buckets += run.buckets + 1;
     for (size_t f : run.features)
@@ -357,8 +343,10 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
       const int64_t* slots = features[chunks[c].feature].slots;
       uint32_t* count = counts + chunks[c].counts;
       std::fill(count, count + table.buckets, 0u);
-      for (int64_t i = chunks[c].first; i < chunks[c].last; ++i)
-        if (slots[i] >= 0) ++count[bucket_of(slots[i], table.fine)];
+      with_numbers(table, [&](auto&& row) {
+        for (int64_t i = chunks[c].first; i < chunks[c].last; ++i)
+          if (slots[i] >= 0) ++count[bucket_of(row(slots[i]), table.fine)];
+      });
     }
   }
 
@@ -396,10 +384,15 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
   {
 #pragma omp for schedule(dynamic)
     for (size_t c = 0; c < chunks.size(); ++c) {
-      const int fine = step.tables[chunks[c].table].fine;
+      const TableRun& table = step.tables[chunks[c].table];
+      const int fine = table.fine;
       uint32_t* next = counts + chunks[c].counts;
-      each_lookup(step.features[chunks[c].feature], chunks[c].first, chunks[c].last,
-                  [&](int64_t row, int64_t number) { pairs[next[bucket_of(row, fine)]++] = pair_of(row, number); });
+      with_numbers(table, [&](auto&& row) {
+        each_lookup(step.features[chunks[c].feature], chunks[c].first, chunks[c].last, [&](int64_t slot, int64_t number) {
+          const int64_t its = row(slot);
+          pairs[next[bucket_of(its, fine)]++] = pair_of(its, number);
+        });
+      });
     }
     Pair* my_scratch = scratch + longest * omp_get_thread_num();
     uint32_t* my_starts = starts + (longest + 1) * omp_get_thread_num();
@@ -418,10 +411,12 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
           sort_pairs(pairs + bucket[b], bucket[b + 1] - bucket[b], loose, my_scratch);
         }
       } else {
-        for (size_t f : run.features)
-          each_lookup(step.features[f], 0, features[f].count,
-                      [&](int64_t row, int64_t number) { *last++ = pair_of(row, number); });
-        sort_pairs(first, last - first, bits_of(run.table->rows), my_scratch);
+        with_numbers(run, [&](auto&& row) {
+          for (size_t f : run.features)
+            each_lookup(step.features[f], 0, features[f].count,
+                        [&](int64_t slot, int64_t number) { *last++ = pair_of(row(slot), number); });
+        });
+        sort_pairs(first, last - first, bits_of(run.rows), my_scratch);
       }
       by_dim(run.table->dim, [&](auto dim) {
         by_optimizer(run.table->optimizer, [&](auto optimizer) {
@@ -461,11 +456,13 @@ UNEQUAL_API int uq_update(const unequal::Table* fixed_tables, int64_t table_coun
         const LongRun& run = long_runs[k];
         const Table& table = *run.table->table;
         float* sum = partials + run.partial;
+        int64_t slot = row_of(*run.first);
+        if (run.table->numbered) slot = run.table->numbered->slot(slot);
         for (int64_t piece = 1; piece * kPiece < run.length; ++piece)
           for (int64_t j = 0; j < table.dim; ++j) sum[j] += sum[piece * table.dim + j];
         by_dim(table.dim, [&](auto dim) {
           by_optimizer(table.optimizer, [&](auto optimizer) {
-            step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, row_of(*run.first), sum, run.length);
+            step.template update_row<decltype(dim)::value, decltype(optimizer)::value>(table, slot, sum, run.length);
           });
         });
       }
