@@ -1,10 +1,11 @@
 // Tables whose rows differ in width, in a step: the directory of live rows, and the candidates that are followed without a row.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <vector>
 
-#include "narrow.h"
+#include "narrow_directory.h"
 
 namespace unequal {
 namespace {
@@ -13,122 +14,79 @@ constexpr int64_t kFindAhead = 16;
 constexpr int64_t kBlock = 4096;   // ids that a thread takes at a time
 constexpr int64_t kTogether = 64;  // ids whose homes are brought near before the first is looked up
 constexpr int64_t kWays = 8;       // candidates of a bucket
-constexpr uint64_t kLine = 8;      // entries of short ids that lie in a line of the cache
 
-// Of kNumbered the higher bits say the rest: class_bits from bit 8 on, chunks from 16, of how many parts this is one from 32.
-enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2, kNumbered = 3 };
-
-// One of n places, from the high bits of a hash: n need not be a power of two. It is below 2^31.
-inline uint64_t spread_over(int64_t id, uint64_t n) { return (mix64(uint64_t(id) * kGolden + kGolden) >> 32) * n >> 32; }
-
-inline int32_t load_slot(const int32_t* at) {  // entries are packed: a slot may lie anywhere
-  int32_t slot;
-  std::memcpy(&slot, at, 4);
-  return slot;
-}
-
-template <class Id>
-struct __attribute__((packed)) Entry {
-  Id id;
-  int32_t slot;  // -1: empty
-};
-
-template <class Id>
-struct Hashed {
-  Entry<Id>* entries;
-  uint64_t capacity;
-
-  // Where to begin: short ids at the first of the 8 entries of a line, which are compared at once.
-  uint64_t home(int64_t id) const {
-    return sizeof(Id) == 4 ? spread_over(id, capacity / kLine) * kLine : spread_over(id, capacity);
-  }
-  void bring(uint64_t home) const { __builtin_prefetch(entries + home); }
-  int64_t find(int64_t id, uint64_t home) const {
-#if defined(__AVX512F__)
-    if constexpr (sizeof(Id) == 4) {
-      // Empty entries are of the id -1 and the slot -1, so that it does not matter whether one of them is taken for the id's.
-      const __m512i wanted = _mm512_set1_epi32(int32_t(uint32_t(id)));
-      for (uint64_t k = home;; k = k + kLine == capacity ? 0 : k + kLine) {
-        const __m512i line = _mm512_loadu_si512(entries + k);
-        const uint32_t found = _mm512_cmpeq_epi32_mask(line, wanted) & 0x5555;
-        if (__builtin_expect(found, 1)) {
-          const int64_t slot = entries[k + __builtin_ctz(found) / 2].slot;
-          return uint64_t(id) >> 32 ? -1 : slot;  // a longer id is none of them
-        }
-        if (_mm512_mask_cmplt_epi32_mask(0xAAAA, line, _mm512_setzero_si512())) return -1;
-      }
-    }
+// Which of at most 64 slots are -1, as bits: most ids have a row.
+inline uint64_t without_row(const int64_t* slots, int64_t count) {
+  uint64_t bits = 0;
+  int64_t i = 0;
+#if defined(__AVX512DQ__)
+  for (; i + 8 <= count; i += 8) bits |= uint64_t(_mm512_movepi64_mask(_mm512_loadu_si512(slots + i))) << i;
 #endif
-    const int32_t* slot = at(id, home, false);
-    return slot ? load_slot(slot) : -1;
-  }
-  // The id's slot, or null; with `insert` the place for it.
-  int32_t* at(int64_t id, uint64_t home, bool insert) const {
-    for (uint64_t k = home;; k = k + 1 == capacity ? 0 : k + 1) {
-      Entry<Id>& entry = entries[k];
-      const bool empty = entry.slot < 0;
-      if (empty && !insert) return nullptr;
-      if (empty) entry.id = Id(id);
-      if (empty || int64_t(entry.id) == id) return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(&entry) + sizeof(Id));
-    }
-  }
-};
-
-struct Array {
-  int32_t* slots;
-  uint64_t capacity;
-  uint64_t home(int64_t id) const { return std::min(uint64_t(id), capacity); }
-  void bring(uint64_t home) const { __builtin_prefetch(slots + home); }
-  int32_t* at(int64_t id, uint64_t, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
-  int64_t find(int64_t id, uint64_t) const { return uint64_t(id) < capacity ? slots[id] : -1; }
-};
-
-// All rows are there, equally wide, in the order of their ids.
-struct Numbered {
-  int64_t class_bits, chunks, of;
-  uint64_t capacity;
-  uint64_t home(int64_t) const { return 0; }
-  void bring(uint64_t) const {}
-  int32_t* at(int64_t, uint64_t, bool) const { return nullptr; }
-  int64_t find(int64_t id, uint64_t) const {
-    return uint64_t(id) < capacity ? (of == 1 ? id : id / of) << class_bits | chunks : -1;
-  }
-};
-
-template <class Body>
-inline void by_kind(int64_t kind, void* memory, int64_t capacity, Body&& body) {
-  switch (kind & 255) {
-    case kNumbered: return body(Numbered{kind >> 8 & 255, kind >> 16 & 0xFFFF, kind >> 32, uint64_t(capacity)});
-    case kByArray: return body(Array{static_cast<int32_t*>(memory), uint64_t(capacity)});
-    case kShortIds: return body(Hashed<uint32_t>{static_cast<Entry<uint32_t>*>(memory), uint64_t(capacity)});
-    default: return body(Hashed<int64_t>{static_cast<Entry<int64_t>*>(memory), uint64_t(capacity)});
-  }
+  for (; i < count; ++i) bits |= uint64_t(slots[i] < 0) << i;
+  return bits;
 }
 
-// slots[i] ← the slot of ids[i], or -1. Returns how many have none.
+// An id without a row.
+struct Missing {
+  int64_t id;
+  int64_t place;  // among the ids
+};
+
+// slots[i] ← the slot of ids[i], or -1. Returns how many have none, and lists them where `missing` is given. While some ids are
+// looked up, the homes of the next ones come near. Those that their home does not tell are looked up once more, when what lies
+// behind it has come near, too: so no branch depends on which ids have a row.
 template <class Directory>
-int64_t find_all(const Directory& directory, const int64_t* ids, int64_t count, int64_t* slots) {
-  int64_t missing = 0;
-  uint64_t homes[kTogether];
-  for (int64_t first = 0; first < count; first += kTogether) {
+int64_t find_all(const Directory& directory, const int64_t* ids, int64_t count, int64_t* slots, Missing* missing) {
+  int64_t found = 0;
+  uint64_t homes[3][kTogether], *before = homes[0], *now = homes[1], *next = homes[2];
+  uint64_t unsure_before = 0;  // as bits
+  const auto prepare = [&](uint64_t* homes, int64_t first) {
     const int64_t n = std::min(kTogether, count - first);
     for (int64_t i = 0; i < n; ++i) homes[i] = directory.home(ids[first + i]);  // alone, so that it is done in vectors
-    for (int64_t i = 0; i < n; ++i) directory.bring(homes[i]);
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t slot = directory.find(ids[first + i], homes[i]);
+  };
+  const auto settle = [&](int64_t first) {
+    for (; unsure_before; unsure_before &= unsure_before - 1) {
+      const int64_t i = __builtin_ctzll(unsure_before), slot = directory.find(ids[first + i], directory.behind(before[i]));
       slots[first + i] = slot;
-      missing += slot < 0;
     }
+  };
+  const auto list = [&](int64_t first) {  // what is settled
+    uint64_t left = without_row(slots + first, std::min(kTogether, count - first));
+    if (!missing) found += __builtin_popcountll(left);
+    else
+      for (; left; left &= left - 1) {
+        const int64_t i = first + __builtin_ctzll(left);
+        missing[found++] = {ids[i], i};
+      }
+  };
+  prepare(now, 0);
+  for (int64_t i = 0; i < std::min(kTogether, count); ++i) directory.bring(now[i]);
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t n = std::min(kTogether, count - first), more = std::min(kTogether, count - first - n);
+    if (more > 0) prepare(next, first + n);
+    uint64_t unsure = 0;
+    for (int64_t i = 0; i < more; ++i) directory.bring(next[i]);
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t slot = -1;
+      const bool sure = directory.look(ids[first + i], now[i], slot);
+      slots[first + i] = slot;
+      unsure |= uint64_t(!sure) << i;
+    }
+    for (uint64_t left = unsure; left; left &= left - 1) directory.bring(directory.behind(now[__builtin_ctzll(left)]));
+    if (first) {
+      settle(first - kTogether);
+      list(first - kTogether);
+    }
+    unsure_before = unsure;
+    std::swap(before, now);
+    std::swap(now, next);
   }
-  return missing;
+  if (count) {
+    settle((count - 1) / kTogether * kTogether);
+    list((count - 1) / kTogether * kTogether);
+  }
+  return found;
 }
-
-// A table's ids in a batch: those of one feature, or of several that read it.
-struct Ids {
-  const int64_t* ids;
-  int64_t count;
-  int64_t* slots;
-};
 
 // Candidates of a table.
 struct Followed {
@@ -151,77 +109,87 @@ struct Followed {
   }
 };
 
-struct Missing {
-  int64_t id, bucket;
-  int64_t* slot;
-};
+// Which of a bucket's candidates makes room: the least useful one that was not read now, or -1.
+inline int64_t least_useful(const Followed& followed, int64_t bucket, int32_t step) {
+  const int64_t first = bucket * kWays;
+#if defined(__AVX512VL__) && defined(__AVX512DQ__)
+  const __m256 all = followed.each == 1 ? _mm256_loadu_ps(followed.utilities + first) : _mm256_set1_ps(NAN);
+  if (!_mm256_cmp_ps_mask(all, all, _CMP_UNORD_Q)) {  // what has diverged goes by the order of its comparisons
+    const __m256i stamps = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(followed.stamps + first));
+    const uint32_t free = _mm256_cmpneq_epi32_mask(stamps, _mm256_set1_epi32(step));
+    __m256 least = _mm256_mask_mov_ps(_mm256_set1_ps(INFINITY), uint8_t(free), all);
+    least = _mm256_min_ps(least, _mm256_permute2f128_ps(least, least, 1));
+    least = _mm256_min_ps(least, _mm256_permute_ps(least, 0x4E));
+    least = _mm256_min_ps(least, _mm256_permute_ps(least, 0xB1));
+    const uint32_t same = _mm256_cmp_ps_mask(all, least, _CMP_EQ_OQ) & free;
+    return same ? first + __builtin_ctz(same) : -1;
+  }
+#endif
+  float least = 0;
+  int64_t way = -1;
+  for (int64_t k = first; k < first + kWays; ++k) {
+    float utility = 0;
+    for (int64_t u = 0; u < followed.each; ++u) utility += followed.utilities[k * followed.each + u];
+    const bool takes = (followed.stamps[k] != step) & ((way < 0) | (utility < least));
+    way = takes ? k : way;
+    least = takes ? utility : least;
+  }
+  return way;
+}
 
 // Follows ids that have no row (slot -1) and gives them the slot of their candidate. Buckets have kWays candidates; in one step
 // each takes up at most one newcomer, the smallest id, in place of its least useful candidate that was not read now.
-// `most`: ids without a row that there can be.
-void follow(const Followed& followed, int32_t step, int64_t class_bits, const Ids* parts, int64_t count, int64_t most) {
+// `missing`: the ids; it is used up.
+void follow(const Followed& followed, int32_t step, int64_t class_bits, std::vector<Missing>& missing, int64_t* slots) {
   // Kept between steps: of each bucket the newcomer's place among `newcomers`, or -1.
   struct Newcomer {
     int64_t bucket, id, way;
   };
   static thread_local std::vector<int32_t> newcomer_of;
   static thread_local std::vector<Newcomer> newcomers;
-  static thread_local std::vector<Missing> missing;
+  static thread_local std::vector<int64_t> buckets;
   if (!newcomers.empty()) std::fill(newcomer_of.begin(), newcomer_of.end(), -1);  // memory was short the last time
-  missing.resize(size_t(most) + 1);
   newcomers.clear();
   if (int64_t(newcomer_of.size()) < followed.buckets) newcomer_of.resize(size_t(followed.buckets), -1);
-  size_t found = 0;  // each id is written, and the next one over it where it has a row: a branch could not be foretold
-  for (const Ids* part = parts; part < parts + count; ++part)
-    for (int64_t i = 0; i < part->count; ++i) {
-      missing[found].id = part->ids[i];
-      missing[found].slot = part->slots + i;
-      found += part->slots[i] < 0;
-    }
-  missing.resize(found);
-  for (Missing& one : missing) one.bucket = int64_t(spread_over(one.id, uint64_t(followed.buckets)));
-  size_t unknown = 0;
+  if (buckets.size() < missing.size()) buckets.resize(missing.size());
+  newcomers.resize(missing.size() + 1);
+  size_t unknown = 0, new_count = 0;
+  for (size_t m = 0; m < missing.size(); ++m) buckets[m] = int64_t(spread_over(missing[m].id, uint64_t(followed.buckets)));
   for (size_t m = 0; m < missing.size(); ++m) {
     if (m + kFindAhead < missing.size()) {
-      const int64_t next = missing[m + kFindAhead].bucket * kWays;
+      const int64_t next = buckets[m + kFindAhead] * kWays;
       __builtin_prefetch(followed.keys + next);
       __builtin_prefetch(followed.utilities + next * followed.each);
       __builtin_prefetch(followed.stamps + next);
     }
     const Missing now = missing[m];
-    const int64_t way = followed.find(now.bucket, now.id);
+    const int64_t bucket = buckets[m], way = followed.find(bucket, now.id);
     if (way >= 0) {
-      *now.slot = way << class_bits;
+      slots[now.place] = way << class_bits;
       followed.stamps[way] = step;
       continue;
     }
-    missing[unknown++] = now;
-    int32_t& newcomer = newcomer_of[size_t(now.bucket)];
-    if (newcomer < 0) {
-      newcomer = int32_t(newcomers.size());
-      newcomers.push_back({now.bucket, now.id, -1});
-    } else {
-      newcomers[size_t(newcomer)].id = std::min(newcomers[size_t(newcomer)].id, now.id);
-    }
+    missing[unknown] = now;
+    buckets[unknown++] = bucket;
+    // Whether it is the bucket's first one cannot be foretold.
+    int32_t& newcomer = newcomer_of[size_t(bucket)];
+    const bool first = newcomer < 0;
+    const size_t n = first ? new_count : size_t(newcomer);
+    newcomers[n] = {bucket, first ? now.id : std::min(newcomers[n].id, now.id), -1};
+    newcomer = int32_t(n);
+    new_count += first;
   }
+  newcomers.resize(new_count);
   for (Newcomer& newcomer : newcomers) {
-    float least = 0;
-    for (int64_t k = newcomer.bucket * kWays; k < (newcomer.bucket + 1) * kWays; ++k) {
-      float utility = 0;
-      for (int64_t u = 0; u < followed.each; ++u) utility += followed.utilities[k * followed.each + u];
-      if (followed.stamps[k] != step && (newcomer.way < 0 || utility < least)) {
-        newcomer.way = k;
-        least = utility;
-      }
-    }
+    newcomer.way = least_useful(followed, newcomer.bucket, step);
     if (newcomer.way < 0) continue;
     followed.keys[newcomer.way] = newcomer.id;
     followed.stamps[newcomer.way] = step;
     std::fill(followed.utilities + newcomer.way * followed.each, followed.utilities + (newcomer.way + 1) * followed.each, 0.0f);
   }
   for (size_t m = 0; m < unknown; ++m) {
-    const Newcomer& newcomer = newcomers[size_t(newcomer_of[size_t(missing[m].bucket)])];
-    if (newcomer.id == missing[m].id && newcomer.way >= 0) *missing[m].slot = newcomer.way << class_bits;
+    const Newcomer& newcomer = newcomers[size_t(newcomer_of[size_t(buckets[m])])];
+    if (newcomer.id == missing[m].id && newcomer.way >= 0) slots[missing[m].place] = newcomer.way << class_bits;
   }
   for (const Newcomer& newcomer : newcomers) newcomer_of[size_t(newcomer.bucket)] = -1;
   newcomers.clear();
@@ -238,7 +206,7 @@ UNEQUAL_API int64_t uq_narrow_find(int64_t kind, void* memory, int64_t capacity,
   by_kind(kind, memory, capacity, [&](auto directory) {
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : missing)
     for (int64_t first = 0; first < count; first += kBlock)
-      missing += find_all(directory, ids + first, std::min(kBlock, count - first), slots + first);
+      missing += find_all(directory, ids + first, std::min(kBlock, count - first), slots + first, nullptr);
   });
   return missing;
 }
@@ -268,8 +236,8 @@ UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capaci
   };
   for (int64_t k = 0; k < capacity; ++k) {
     if (kind == kByArray) list(k, static_cast<int32_t*>(memory)[k]);
-    else if (kind == kShortIds) list(static_cast<Entry<uint32_t>*>(memory)[k].id, static_cast<Entry<uint32_t>*>(memory)[k].slot);
-    else list(static_cast<Entry<int64_t>*>(memory)[k].id, static_cast<Entry<int64_t>*>(memory)[k].slot);
+    else if (kind == kShortIds) list(static_cast<NarrowEntry<uint32_t>*>(memory)[k].id, static_cast<NarrowEntry<uint32_t>*>(memory)[k].slot);
+    else list(static_cast<NarrowEntry<int64_t>*>(memory)[k].id, static_cast<NarrowEntry<int64_t>*>(memory)[k].slot);
   }
   return n;
 }
@@ -283,8 +251,10 @@ UNEQUAL_API void uq_narrow_buckets(const int64_t* ids, int64_t count, int64_t bu
 UNEQUAL_API int uq_narrow_follow(int64_t* keys, float* utilities, int32_t* stamps, int64_t buckets, int64_t each, int32_t step,
                                  int64_t class_bits, const int64_t* ids, int64_t count, int64_t* slots) try {
   using namespace unequal;
-  const Ids all{ids, count, slots};
-  follow({keys, utilities, stamps, buckets, each}, step, class_bits, &all, 1, count);
+  std::vector<Missing> missing;
+  for (int64_t i = 0; i < count; ++i)
+    if (slots[i] < 0) missing.push_back({ids[i], i});
+  follow({keys, utilities, stamps, buckets, each}, step, class_bits, missing, slots);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
@@ -310,13 +280,15 @@ struct Found {
   int64_t wrong;         // the first that is no id of the table, or -1
 };
 
-// Finds the slots of all ids. Features of a table lie together.
+// Finds the slots of all ids. Features of a table lie together. missing: room for an id and its place for each of them; those
+// without a row are listed there, of every block where its ids begin, for uq_narrow_follow_all.
 UNEQUAL_API void uq_narrow_find_all(const FoundIn* tables, Found* features, int64_t feature_count, const int64_t* ids,
-                                    int64_t* slots, int threads) {
+                                    int64_t* slots, void* missing, int threads) {
   using namespace unequal;
   struct Block {
     int64_t feature, first, last;
   };
+  Missing* listed = static_cast<Missing*>(missing);
   std::vector<Block> blocks;
   for (int64_t f = 0; f < feature_count; ++f) {
     features[f].missing = 0;
@@ -338,7 +310,8 @@ UNEQUAL_API void uq_narrow_find_all(const FoundIn* tables, Found* features, int6
         if (uint64_t(ids[first + i]) >= uint64_t(table.rows)) found[b].second = blocks[b].first + i;
     }
     by_kind(table.kind, table.memory, table.capacity,
-            [&](auto directory) { found[b].first = find_all(directory, ids + first, count, slots + first); });
+            [&](auto directory) { found[b].first = find_all(directory, ids + first, count, slots + first, listed + first); });
+    if (found[b].first < count) listed[first + found[b].first].place = -1;  // the end of the list
   }
   for (size_t b = 0; b < blocks.size(); ++b) {
     Found& feature = features[blocks[b].feature];
@@ -347,29 +320,31 @@ UNEQUAL_API void uq_narrow_find_all(const FoundIn* tables, Found* features, int6
   }
 }
 
-// Follows the ids of all tables that have no row. Returns 1 where memory was short.
-UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count, const Found* features,
-                                     const int64_t* ids, int64_t* slots, int threads) {
+// Follows the ids of all tables that have no row, as uq_narrow_find_all has listed them, but for those that were given one since.
+// Returns 1 where memory was short.
+UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count, const Found* features, const void* missing,
+                                     int64_t* slots, int threads) {
   using namespace unequal;
+  const Missing* listed = static_cast<const Missing*>(missing);
   int failed = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(max : failed)
   for (int64_t t = 0; t < table_count; ++t) try {
       const FoundIn& table = tables[t];
-      int64_t missing = 0;
-      std::vector<Ids> parts;
-      for (int64_t f = table.first; f < table.last; ++f) {
-        missing += features[f].missing;
-        parts.push_back({ids + features[f].first, features[f].count, slots + features[f].first});
+      static thread_local std::vector<Missing> left;
+      left.clear();
+      for (int64_t f = table.first; f < table.last; ++f)
+        for (int64_t i = 0; features[f].missing && i < features[f].count; i += kBlock) {
+          const int64_t first = features[f].first + i;
+          const Missing* end = listed + first + std::min(kBlock, features[f].count - i);
+          for (const Missing* one = listed + first; one < end && one->place >= 0; ++one)
+            if (slots[first + one->place] < 0) left.push_back({one->id, first + one->place});
+        }
+      if (table.buckets) {
+        follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits, left,
+               slots);
+      } else {
+        for (const Missing& one : left) slots[one.place] = one.id << table.class_bits;
       }
-      if (!missing) continue;
-      if (!table.buckets) {
-        for (const Ids& part : parts)
-          for (int64_t i = 0; i < part.count; ++i)
-            part.slots[i] = part.slots[i] < 0 ? part.ids[i] << table.class_bits : part.slots[i];
-        continue;
-      }
-      follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits,
-             parts.data(), int64_t(parts.size()), missing);
     } catch (const std::bad_alloc&) {
       failed = 1;
     }

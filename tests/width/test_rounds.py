@@ -119,6 +119,26 @@ def test_ids_without_a_slot_are_left_out_of_a_directory(kernels, bound):
     assert torch.equal(directory.find(ids), slots) and directory.used == 2
 
 
+@pytest.mark.parametrize("rows", [5, 48, 600, 20_000])
+@pytest.mark.parametrize("bound", [2**32, None])
+def test_a_directory_that_is_nearly_full_finds_the_ids_that_it_has(bound, rows):
+    """Ids that meet in a line, run on into the next ones and around the end, and others of which half is the same as of these."""
+    generator = torch.Generator().manual_seed(rows)
+    words = torch.randint(0, 2**32, (3 * rows,), generator=generator).unique()
+    ids = words if bound else torch.cat([words, words << 32, words | 1 << 40, torch.tensor([-1, -(2**63)])])
+    ids = ids[torch.randperm(ids.numel(), generator=generator)]
+    held = ids[:rows]
+    directory = cpu.NarrowDirectory(bound, 2 * rows // 3)
+    while directory.used < rows and directory.used + 1 <= directory.FULL * directory.capacity:
+        part = held[directory.used : directory.used + max(1, rows // 20)]
+        directory.insert(part, torch.arange(directory.used, directory.used + part.numel()))
+    slots = {identity: slot for slot, identity in enumerate(held[: directory.used].tolist())}
+    asked = torch.cat([ids, ids ^ 1 << 33, ids ^ 1, torch.tensor([-1, 2**32 - 1])])
+    expected = torch.tensor([slots.get(identity, -1) for identity in asked.tolist()])
+    assert torch.equal(directory.find(asked), expected)
+    assert directory.find_into(asked, torch.empty_like(asked)) == int((expected < 0).sum())
+
+
 def test_counts_fit_their_numbers():
     """A vector of 63 chunks, all of them live."""
     policy = policy_of("fiited")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.request import Request
+from .memory import OutputPool
 from .narrow import NarrowStorage
 
 
@@ -23,6 +24,7 @@ class HostLocator:
         self._firsts = np.cumsum([0, *(len(features) for features in readers[:-1])])
         """where a table's features begin, of all of them in the order of tables"""
         self._follows = any(storage.records.kind for storage in self.storages)
+        self._slots = OutputPool()
         self._key: list[int] = []
         self._made: Any = None
 
@@ -42,7 +44,7 @@ class HostLocator:
 
     def locate(self, request: Request, insert: bool) -> tuple[Tensor, tuple[int, int] | None]:
         """The slots of all ids; or the feature and the place of an id that its table does not have: nothing changed then."""
-        slots = torch.empty_like(request.ids)
+        slots = self._slots.take(request.ids.numel(), 2).view(torch.int64).view(-1)
         finder = self._finder
         missing, wrong = finder.find(request.ids, slots, request.starts, request.ends)
         if (wrong >= 0).any():
@@ -51,19 +53,17 @@ class HostLocator:
         if not insert:
             return slots, None
         reads = (request.ends - request.starts)[finder.order]
-        counts = (np.add.reduceat(numbers, self._firsts).tolist() for numbers in (reads, missing))
-        for storage, of_table, unfound in zip(self.storages, *counts):
+        reads, unfound = (np.add.reduceat(numbers, self._firsts).tolist() for numbers in (reads, missing))
+        for storage, of_table, without in zip(self.storages, reads, unfound):
             storage.tick()
-            storage.how.tally.note(of_table, unfound)
-        if not missing.any():
+            storage.how.tally.note(of_table, without)
+        if not any(unfound):
             return slots, None
-        at = 0
-        for storage, features in zip(self.storages, self.readers):
-            if missing[at : at + len(features)].any() and storage.affords_rows:
+        for storage, features, without in zip(self.storages, self.readers, unfound):
+            if without and storage.affords_rows:
                 self._admit(storage, request, slots, features)
-            at += len(features)
         if self._follows:
-            finder.follow(request.ids, slots, [storage._clock for storage in self.storages])
+            finder.follow(slots, [storage._clock for storage in self.storages])
         return slots, None
 
     def _admit(self, storage: NarrowStorage, request: Request, slots: Tensor, features: Sequence[int]) -> None:

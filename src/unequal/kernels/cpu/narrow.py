@@ -131,6 +131,8 @@ class Finder:
         self._tables = np.zeros(len(tables), _TABLE)
         self.order = np.array([f for features in readers for f in features], np.int64)
         self._features = np.zeros(len(self.order), _FEATURE)
+        self._missing = np.empty((0, 2), np.int64)
+        """ids without a row, as `find` lists them for `follow`, and their places; touched only where there are any"""
         first = 0
         for t, ((directory, keys, utilities, stamps, class_bits), features) in enumerate(zip(tables, readers)):
             self._features["table"][first : first + len(features)] = t
@@ -147,29 +149,33 @@ class Finder:
         have none and where the first wrong id is, or -1."""
         self._features["first"] = starts[self.order]
         self._features["count"] = (ends - starts)[self.order]
+        if len(self._missing) < ids.numel():
+            self._missing = np.empty((ids.numel() + ids.numel() // 8, 2), np.int64)
         native_library().uq_narrow_find_all(
             pointer(self._tables),
             pointer(self._features),
             ctypes.c_int64(len(self._features)),
             pointer(ids),
             pointer(slots),
+            pointer(self._missing),
             thread_count(ids.numel()),
         )
         return self._features["missing"], self._features["wrong"]
 
-    def follow(self, ids: Tensor, slots: Tensor, steps: Sequence[int]) -> None:
-        """Gives ids without a row the slots of their candidates, after `find`. steps: of every table its own."""
+    def follow(self, slots: Tensor, steps: Sequence[int]) -> None:
+        """Gives ids that `find` found no row for, and that have none since, the slots of their candidates. steps: of every table
+        its own."""
         self._tables["step"] = steps
         failed = native_library().uq_narrow_follow_all(
             pointer(self._tables),
             ctypes.c_int64(len(self._tables)),
             pointer(self._features),
-            pointer(ids),
+            pointer(self._missing),
             pointer(slots),
-            thread_count(ids.numel()),
+            thread_count(slots.numel()),
         )
         if failed:
-            raise MemoryError(f"no memory to follow {ids.numel():,} ids without a row")
+            raise MemoryError(f"no memory to follow {int(self._features['missing'].sum()):,} ids without a row")
 
 
 def bucket_of(ids: Tensor, buckets: int) -> Tensor:
