@@ -45,9 +45,10 @@ inline float add_lanes(Lanes<8> first, Lanes<8> last) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-inline float add_lanes(Lanes<16> sums) {
-  return add_lanes(__builtin_shufflevector(sums, sums, 0, 1, 2, 3, 4, 5, 6, 7),
-                   __builtin_shufflevector(sums, sums, 8, 9, 10, 11, 12, 13, 14, 15));
+inline float add_running(const Lanes<8>* sums) { return add_lanes(sums[0], sums[1]); }
+inline float add_running(const Lanes<16>* sums) {
+  return add_lanes(__builtin_shufflevector(*sums, *sums, 0, 1, 2, 3, 4, 5, 6, 7),
+                   __builtin_shufflevector(*sums, *sums, 8, 9, 10, 11, 12, 13, 14, 15));
 }
 
 // Σ x², always in the same order: 16 running sums, then halves added to halves.

@@ -130,36 +130,36 @@ struct ClassOfRows {
 template <int D, int O>
 __attribute__((always_inline)) inline void update_first(const Table& t, const Record& layout, float* record, bool whole,
                                                         const float* sum, int64_t reads) {
-  constexpr int N = D / 16;
+  constexpr int W = UNEQUAL_LIVE_LANES, N = D / W, S = 16 / W;  // S: vectors of the 16 running sums
   const float lr = float(t.lr), decay = float(t.decay), eps = float(t.eps);
-  Lanes<16> g[N], squares{};
+  Lanes<W> g[N], squares[S] = {};
   for (int j = 0; j < N; ++j) {
-    g[j] = load<16>(sum + 16 * j);
-    squares += g[j] * g[j];
+    g[j] = load<W>(sum + W * j);
+    squares[j % S] += g[j] * g[j];
   }
-  const float whole_square = add_lanes(squares);
+  const float whole_square = add_running(squares);
   if (t.utility_kind) {
     const float norm = t.utility_kind & kByGradient ? std::sqrt(whole_square) : 1.0f;
     record[layout.utility] += float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
   }
   float* state = record + layout.state[0];
   if (whole) {
-    Lanes<16> w[N];
-    for (int j = 0; j < N; ++j) w[j] = load<16>(record + 16 * j);
+    Lanes<W> w[N];
+    for (int j = 0; j < N; ++j) w[j] = load<W>(record + W * j);
     float step = lr, square = whole_square;
     if (O != kRowWiseAdagrad || decay != 0) {
-      squares = Lanes<16>{};
+      for (auto& part : squares) part = Lanes<W>{};
       for (int j = 0; j < N; ++j) {
         g[j] += decay * w[j];
-        squares += g[j] * g[j];
+        squares[j % S] += g[j] * g[j];
       }
-      if (O == kRowWiseAdagrad) square = add_lanes(squares);
+      if (O == kRowWiseAdagrad) square = add_running(squares);
     }
     if constexpr (O == kRowWiseAdagrad) {
       *state += square / float(D);
       step = lr / (std::sqrt(*state) + eps);
     }
-    for (int j = 0; j < N; ++j) store<16>(record + 16 * j, w[j] - step * g[j]);
+    for (int j = 0; j < N; ++j) store<W>(record + W * j, w[j] - step * g[j]);
     return;
   }
   const int64_t width = layout.width;
