@@ -384,6 +384,33 @@ def test_a_share_of_about_as_many_unbounded_ids():
         made(60, rows={"items": 3})
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "budget", "whole"),
+    [(uq.RowWiseAdagrad(lr=0.1), "50%", True), (uq.RowWiseAdam(lr=0.01), "20%", True), (uq.RowWiseAdagrad(lr=0.1), "15%", False),
+     (uq.Adagrad(lr=0.1), "50%", False)],
+)  # fmt: skip
+def test_rows_of_one_number_begin_whole_until_the_first_round(optimizer, budget, whole):
+    """Where all values of a row have one number by which they learn. After the first round new rows are as they always were,
+    also in what goes on from a saved state."""
+    width = uq.Width(budget=budget, every=320)
+    module = embeddings(width, optimizer, rows=400)
+    data = list(batches(24, rows=400))
+
+    def widths(module):
+        return module.state_dict()["first.widths"]
+
+    train(module, data[:1])
+    assert bool((widths(module) == 8).all()) is whole
+    fresh, now = embeddings(width, optimizer, rows=400), module.state_dict()
+    fresh.load_state_dict(now)
+    train(fresh, data[1:3])
+    train(module, data[1:3])
+    assert torch.equal(widths(fresh), widths(module))
+    train(module, data[3:])
+    how = module._rounds.how["first"]
+    assert module.width_reports and how.begins == how.start < how.early if whole else how.early == 0
+
+
 def test_chunks():
     table = uq.Table("t", rows=5, dim=64)
     assert uq.Width().chunk_of(table) == 4
@@ -446,7 +473,7 @@ def test_an_average_over_the_row_counts_new_values_with_a_fifth(monkeypatch, ker
         }
 
     for how, share in (("row", 0.2), ("fresh", 1.0)):
-        module = embeddings(uq.Width(budget="60%", every=10**6, state=how, most=1.0), optimizer)
+        module = embeddings(uq.Width(budget="15%", every=10**6, state=how, most=1.0), optimizer)
         train(module, batches(6, size=8))
         before, report, after = rows(module), module._rounds.round(6), rows(module)
         assert report.pruned and report.regained

@@ -27,7 +27,7 @@ class TablesOfWidth(TieredTables):
         for shard in shards.values():
             shard.tick()  # on all ranks alike, whoever is asked for something
         how = self._rounds.how
-        open_for = [name for name in self.tables if how[name].purse.left >= how[name].start * how[name].chunk]
+        open_for = [name for name in self.tables if how[name].purse.left >= how[name].takes]
         if not open_for:
             return
         asked = self._asked_by_table(journeys, bags)
@@ -36,7 +36,7 @@ class TablesOfWidth(TieredTables):
         counts = np.array([[part.numel() for part in wanted.values()]], np.int64)
         totals = self.mesh.everyone.all_to_all_counts(np.repeat(counts, self.mesh.world, 0)).sum(0)
         for total, (name, own) in zip(totals.tolist(), wanted.items()):
-            rows = how[name].purse.take(total, how[name].start * how[name].chunk)
+            rows = how[name].purse.take(total, how[name].takes)
             if not rows:
                 continue
             if rows < total:

@@ -129,7 +129,7 @@ class NarrowStorage(FollowingStorage):
         missing = slots < 0
         unknown = ids[missing]
         distinct = self.kernels.unique(unknown)[0].sort().values
-        rows = self.how.purse.take(distinct.numel(), self.how.start * self.how.chunk)
+        rows = self.how.purse.take(distinct.numel(), self.how.takes)
         if rows:
             self._admit(distinct[:rows])
             slots[missing] = self.directory.find(unknown)
@@ -151,19 +151,19 @@ class NarrowStorage(FollowingStorage):
     @property
     def affords_rows(self) -> bool:
         """Whether there is enough left for a new row."""
-        return self.how.purse.left >= self.how.start * self.how.chunk
+        return self.how.purse.left >= self.how.takes
 
     def take_rows(self, wanted: int) -> int:
         """Pays for as many new rows as it can, and makes room for them. How many; the caller counts and fills them."""
-        k = self.how.start
-        rows = self.how.purse.take(wanted, k * self.how.chunk)
+        k = self.how.begins
+        rows = self.how.purse.take(wanted, self.how.takes)
         self._grow(k, self.counts[k] + rows)
         self.directory.make_room(rows)
         return rows
 
     def _admit(self, ids: Tensor) -> None:
         """Makes rows at the end of the class for new ones."""
-        k = self.how.start
+        k = self.how.begins
         first, count = self.counts[k], ids.numel()
         self._grow(k, first + count)
         slots = (torch.arange(first, first + count, device=self.device) << self.records.class_bits) | k
@@ -178,7 +178,7 @@ class NarrowStorage(FollowingStorage):
         """Chunks of new rows, beginning anywhere: a column that no row has gets no gradient from products of rows, ever."""
         chunks = self.records.chunks
         first = self.kernels.bucket_of(ids, chunks)
-        bits = (first[:, None] + torch.arange(self.how.start, device=ids.device)) % chunks
+        bits = (first[:, None] + torch.arange(self.how.begins, device=ids.device)) % chunks
         masks: Tensor = (1 << bits).sum(1)
         return masks
 
@@ -376,7 +376,7 @@ class NarrowStorage(FollowingStorage):
     def to_spare(self) -> int:
         """Bytes by which it may grow beside its new rows: up to a slab, and a directory with more room."""
         grown: int = self.directory.bytes_for(self.live + self.live // self.directory.GROWN) - self.directory.bytes
-        slab: int = 4 * int(self.records.layout[self.how.start, 5]) << self.records.slab_log2
+        slab: int = 4 * int(self.records.layout[self.how.begins, 5]) << self.records.slab_log2
         return slab + max(0, grown)
 
     @property

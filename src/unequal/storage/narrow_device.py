@@ -90,7 +90,7 @@ class DeviceLocator:
         counts = torch.bincount(owners, minlength=len(self.storages)).tolist()
         plan, masks, start = [], [], 0
         for storage, count in zip(self.storages, counts):
-            k = storage.how.start
+            k = storage.how.begins
             rows = storage.take_rows(count) if count and storage.affords_rows else 0
             plan.append((start, rows, storage.counts[k], storage.records.class_bits, k))
             if storage.how.masked:

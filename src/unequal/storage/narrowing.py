@@ -16,6 +16,8 @@ class Purse:
     """Values that tables which share a budget may still take up before the next round."""
 
     left: float = 0.0
+    early: bool = False
+    """whether there has been no round yet"""
 
     def take(self, wanted: int, each: int) -> int:
         """For how many of so many rows there is enough; it is taken."""
@@ -36,7 +38,7 @@ class Narrowing:
     kind: int
     """of utilities; see Records"""
     start: int
-    """chunks of a row that is new"""
+    """chunks of a row that is new, once there are rounds"""
     rows: float
     """expected to be live, about: slabs and candidates are sized by it"""
     candidates: int
@@ -46,11 +48,23 @@ class Narrowing:
     """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
+    early: int = 0
+    """the same before the first round, where that is more"""
     inherit: float = 0.0
     """squares of gradients of regained values begin as such a share of the largest of the row's others; an average over the row
     counts them with as much"""
     purse: Purse = field(default_factory=Purse)
     tally: Tally = field(default_factory=Tally)
+
+    @property
+    def begins(self) -> int:
+        """Chunks of a row that is made now."""
+        return max(self.start, self.early) if self.purse.early else self.start
+
+    @property
+    def takes(self) -> int:
+        """Values of a row that is made now."""
+        return self.begins * self.chunk
 
 
 @dataclass(slots=True)

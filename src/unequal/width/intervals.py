@@ -46,6 +46,10 @@ class Intervals:
                 parts //= 2
         return self._ends(step, parts)
 
+    def has_begun(self, step: int) -> bool:
+        """Whether the first round is over after so many."""
+        return step * self.parts >= self.every
+
     def _ends(self, step: int, parts: int) -> bool:
         """Whether such a part of an interval does."""
         return step > 0 and step * parts // self.every > (step - 1) * parts // self.every

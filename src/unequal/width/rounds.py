@@ -121,25 +121,25 @@ class Rounds:
         for group in self.groups:
             if group.uniform:
                 continue
+            group.purse.early = not self.intervals.has_begun(step)
             held = self.total(float(sum(storage.values for storage in self._of(group))))
             size = self._size(group, step)
             if size is None:
                 group.purse.left = max(0.0, self._budget(group, step) - held)
                 continue
             left = size - self.total(float(sum(sum(s.memory().values()) + s.to_spare for s in self._of(group))))
-            first = 0 if held else sum(self.how[name].start * self.how[name].chunk for name in group.tables)
+            first = 0 if held else sum(self.how[name].takes for name in group.tables)
             group.purse.left = max(left / self._new_value(group), float(first))
 
     def _new_value(self, group: Group) -> float:
         """Bytes that a value of a new row takes at the most, with its share of the row, whichever table it is of."""
-        return max(self._new_row(name) / (self.how[name].start * self.how[name].chunk) for name in group.tables)
+        return max(self._new_row(name) / self.how[name].takes for name in group.tables)
 
     def _new_row(self, name: str) -> int:
         how, table = self.how[name], self.tables[name]
-        values = how.start * how.chunk
         utilities = table.dim // how.chunk if how.by_chunk else 1
         beside = 4 * utilities + 8 * how.masked + PADDING + ENTRY
-        return values * table.dtype.itemsize + self.optimizers[name].state_bytes_per_row(values) + beside
+        return how.takes * table.dtype.itemsize + self.optimizers[name].state_bytes_per_row(how.takes) + beside
 
     def _of(self, group: Group) -> list[NarrowStorage]:
         """The group's tables, as far as this rank has a part of them."""
@@ -195,7 +195,7 @@ class Rounds:
     def _is_spent(self, number: int) -> bool:
         """Whether some table of a group has to refuse new rows."""
         group = self.groups[number]
-        return group.purse.left < max(self.how[name].start * self.how[name].chunk for name in group.tables)
+        return group.purse.left < max(self.how[name].takes for name in group.tables)
 
     def _is_settled(self, number: int) -> bool:
         """Whether rows that live have been read a few times each. Before that rounds find out who they should be, and ids without

@@ -29,6 +29,8 @@ SMALL = 4 * FOLLOWED
 """rows of a table that can be followed wholly for what FOLLOWED candidates take that are found by hashing"""
 FOLLOWED_ROW = 12
 """bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
+WHOLE_FROM = 0.2
+"""share of the values that is kept from which rows are whole before the first round, where that helps (see _early)"""
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
@@ -176,8 +178,16 @@ class Settling:
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
             rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
-            purse=group.purse, inherit=self.width.inherit,
+            purse=group.purse, inherit=self.width.inherit, early=self._early(table, keep),
         )  # fmt: skip
+
+    def _early(self, table: Table, keep: float) -> int:
+        """Chunks of a row that is new before the first round. Where a row has one number for all its values, by which they learn
+        the slower the more has come, values that it gets later stay behind those that it began with: so it begins whole, as long
+        as the budget lasts. With a number for each value that is level, or worse (docs/log.md)."""
+        by_row = any(per == "row" for _, per in self.optimizers[table.name].state)
+        chunks = table.dim // self.width.chunk_of(table)
+        return chunks if by_row and keep >= WHOLE_FROM and self.policy.saves else 0
 
     def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
         """How many, and whether all ids are, each at its own place: where that takes no more than as many that are hashed. These
