@@ -22,9 +22,17 @@ from .report import BenchmarkError, merge, stamp
 NAMES = (
     *("limits", "embedding_step", "memory", "reader", "import_time", "quality", "training"),
     *("distributed", "codecs", "simulate", "tiers", "drift"),
-    *("width_quality", "width_events", "width_memory", "width_speed", "width_drift", "width_exchange"),
+    *(
+        "width_quality",
+        "width_hindsight",
+        "width_events",
+        "width_memory",
+        "width_speed",
+        "width_drift",
+        "width_exchange",
+    ),
 )
-ASKED = ("width_quality", "width_events")
+ASKED = ("width_quality", "width_hindsight", "width_events")
 """that take an hour or more, and are run when they are named"""
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 APART = {
@@ -33,7 +41,8 @@ APART = {
     "drift": RESULTS.with_name("cluster.json"),
     "width_exchange": RESULTS.with_name("cluster.json"),
     **dict.fromkeys(
-        ("width_quality", "width_events", "width_memory", "width_speed", "width_drift"), RESULTS.with_name("width.json")
+        ("width_quality", "width_hindsight", "width_events", "width_memory", "width_speed", "width_drift"),
+        RESULTS.with_name("width.json"),
     ),
 }
 """benchmarks whose results do not depend on the machine, or are too many for one file"""

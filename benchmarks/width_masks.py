@@ -245,9 +245,12 @@ class Models:
         return [0.5 if area is None else area for area in found]
 
 
-def train(study: Study, models: Sequence[Model], device: str, epochs: int | None = None) -> list[Score]:
-    """Until each has been no better on validation data for as many epochs as width_quality allows."""
-    all_of_them, draw = Models(study, models, device), np.random.default_rng(0)
+def train(
+    study: Study, models: Sequence[Model], device: str, epochs: int | None = None, all_of_them: Models | None = None
+) -> list[Score]:
+    """Until each has been no better on validation data for as many epochs as width_quality allows. `all_of_them`: these models,
+    where they begin otherwise."""
+    all_of_them, draw = all_of_them or Models(study, models, device), np.random.default_rng(0)
     best = [Score(model, 0.0, 0.0, 0, 0.0) for model in models]
     done: set[int] = set()
     for epoch in range(epochs or study.epochs):

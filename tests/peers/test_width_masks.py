@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks import width_hindsight
 from benchmarks.width_data import Builder, Study
 from benchmarks.width_masks import DIM, WAYS, Batch, Model, Models, Score, chosen, train
 
@@ -51,3 +52,31 @@ def test_it_learns_and_chooses_on_validation_data(study: Study) -> None:
     assert [score.model.rate for score in best] == [0.2, 0.2]
     assert all(score.validation > 0.85 and score.test > 0.85 for score in best)
     assert all(isinstance(score, Score) and 0 < score.live <= 1 for score in scores)
+
+
+def test_the_best_rows_in_hindsight(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that nothing reads save nothing; without one that is read the loss is higher, about as much as it is said to be."""
+    monkeypatch.setitem(width_hindsight.RATES, study.name, (0.2,))
+    monkeypatch.setattr(width_hindsight, "KEPT", 0.03)
+    found = width_hindsight.measure(study, 1, 2)
+    assert found["kept_rows"] == int(0.03 * study.rows * DIM) and len(found["cells"]) == 3
+    model = Model("norms", 1 / DIM, 0.2, 0)
+    trained = width_hindsight.Fixed(study, [model], "cpu", torch.ones(study.rows, 1))
+    train(study, [model], "cpu", 4, trained)
+    assert (trained.widths == 1).all() and (trained.values[:, :, 1:] == 0).all()
+    trained.values *= 0.2  # far from where logits no longer grow
+    saved = trained.saved(study.test)[:, 0]
+
+    @torch.no_grad()
+    def loss(batch: Batch, values: torch.Tensor) -> float:
+        logits = trained.logits((batch.means @ values.flatten(1)).view(batch.lines, -1, DIM), batch.size)
+        return float(torch.nn.functional.binary_cross_entropy_with_logits(logits[0], batch.labels))
+
+    parts = [Batch(study, study.test[first : first + 50], "cpu") for first in range(0, 1000, 50)]
+    row = int(saved.abs().argmax())
+    without = trained.values.clone()
+    without[row] = 0
+    rise = sum(loss(part, without) - loss(part, trained.values) for part in parts)
+    assert float(saved[row]) == pytest.approx(rise, rel=0.3)
+    result = {"kept": 0.03, "data": {"tiny": found}}
+    assert width_hindsight.table(result).row_count == 3
