@@ -1,9 +1,11 @@
-"""How well could the best few rows do, if one knew them? A bound for policies that choose rows, where little is kept.
+"""How well could the best few rows do, if one knew them? What policies that choose rows can be measured against, where little
+is kept.
 
 One model is trained in which every row has one value, which is 1/16 of all. Then it is seen what each row saves: by how much
 the loss of some samples would be higher without it. The rows that save most, as many as the budget holds, are all that a new
 model has, from its first step to its last. Chosen by training data that is hindsight; chosen by the test data itself it is
-more than any policy may know. Masks stand for tables, as in width_masks, so it is quality alone.
+more than any policy may know. No bound in the strict sense: rows are chosen all at once. Masks stand for tables, as in
+width_masks, so it is quality alone.
 
     python -m benchmarks --only width_hindsight
 """
