@@ -26,6 +26,10 @@ fade(rows, gain)                           divides all utilities (not in the ref
 worth(rows, slots)                         their utilities and masks (not in the reference: class by class)
 order_by_id(ids, slots)                    sorts them (CPU only: elsewhere torch does)
 lay_out(slots, chunks, counts, class_bits) new slots of rows that change their width
+widths_between(utilities, old, ends, ...)  how wide rows will be between two thresholds (CPU only: elsewhere torch compares)
+chunks_between(utilities, old, ends, ...)  and how many chunks those of each table then have together
+tally_widths(old, chunks, classes)         by how much rows shrink and grow, and how many there are of each width (CPU only)
+class_sums(chunks, worth, classes)         what rows of each width are worth (CPU only)
 count_savings(values, gradient, dims, ...) sums of products by feature and column (CPU only: elsewhere torch adds them up)
 bucket_of(ids, buckets)                    where candidates belong
 packed_sizes(live, runs, codec, norms)     how long messages of such rows are
@@ -89,6 +93,10 @@ class Backend:
     fade: Callable[..., None] | None = None
     worth: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
     order_by_id: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    widths_between: Any = None
+    chunks_between: Any = None
+    tally_widths: Any = None
+    class_sums: Callable[..., torch.Tensor] | None = None
     count_savings: Callable[..., None] | None = None
     Finder: Any = None
     Directories: Any = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import Backend
+
 PIECE = 1 << 20
 """rows that are counted at a time"""
 
@@ -20,12 +22,14 @@ def counts(chunks: Tensor, classes: int, on_device: bool) -> Tensor:
     return found
 
 
-def sums(chunks: Tensor, worth: Tensor, classes: int, on_device: bool) -> Tensor:
+def sums(chunks: Tensor, worth: Tensor, classes: int, kernels: Backend) -> Tensor:
     """[classes] float64: what rows of 1, 2, … chunks are worth, in the same order whatever computes it."""
+    if kernels.class_sums is not None:
+        return kernels.class_sums(chunks, worth, classes)
     each = torch.arange(classes + 1, dtype=chunks.dtype, device=chunks.device)
     found = torch.zeros(classes + 1, dtype=torch.float64, device=chunks.device)
     for part, own in zip(torch.split(chunks, PIECE), torch.split(worth, PIECE)):
-        if on_device:  # there bincount would add up in any order
+        if kernels.on_device:  # there bincount would add up in any order
             found += torch.where(part == each[:, None], own, 0.0).sum(1, dtype=torch.float64)
         else:
             found += torch.bincount(part, own.double(), minlength=classes + 1)

@@ -26,11 +26,22 @@ MANY = 1 << 17
 
 def steadily(policy: Policy, rows: Rows, old: Tensor, threshold: float, hysteresis: float) -> Tensor:
     """Rows grow where they are wide at a higher threshold, too, and shrink where they are narrow at a lower one, too."""
+    if rows.kernels is not None:
+        widths: Tensor = rows.kernels.widths_between(*_bounds(rows, old, threshold, hysteresis))
+        return widths
     grown = policy.chosen(rows, threshold * (1 + hysteresis))
     shrunk = policy.chosen(rows, threshold / (1 + hysteresis))
     if old.dtype == torch.bool:
         return grown | (old & shrunk)
     return torch.minimum(torch.maximum(old, grown), shrunk)
+
+
+def _bounds(
+    rows: Rows, old: Tensor, threshold: float, hysteresis: float
+) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
+    """What `widths_between` and `chunks_between` take."""
+    grow, shrink = rows.limits_at(threshold * (1 + hysteresis)), rows.limits_at(threshold / (1 + hysteresis))
+    return rows.utilities, old, rows.ends, grow, shrink
 
 
 def _counts(chosen: Tensor) -> Tensor:
@@ -50,14 +61,20 @@ class Sample:
     rows: Rows
     old: Tensor
     weights: Tensor
+    each: list[float] | None = None
+    """weights by table, where they are enough"""
 
     def values(self, threshold: float, hysteresis: float) -> float:
         """that would live"""
+        if self.each is not None and self.rows.kernels is not None:
+            chunks = self.rows.kernels.chunks_between(*_bounds(self.rows, self.old, threshold, hysteresis))
+            return float(sum(weight * count for weight, count in zip(self.each, chunks))) * self.rows.values
         chosen = steadily(self.policy, self.rows, self.old, threshold, hysteresis)
         return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
 
     def thin(self, by: int) -> Sample:
-        return Sample(self.policy, self.rows.thin(by), self.old[::by].contiguous(), self.weights[::by] * by)
+        each = None if self.each is None else [weight * by for weight in self.each]
+        return Sample(self.policy, self.rows.thin(by), self.old[::by].contiguous(), self.weights[::by] * by, each)
 
 
 def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
@@ -74,14 +91,13 @@ def samples_of(parts: list[Part]) -> list[Sample]:
     for members in by_shape(parts):
         rows = Rows.joined([part.rows.thin(step) for part in members])
         old = torch.cat([part.held[::step] for part in members])
+        counts = [-(-len(part.held) // step) for part in members]
+        each = [len(part.held) / max(1, count) for part, count in zip(members, counts)]
+        if rows.kernels is not None:
+            samples.append(Sample(members[0].policy, rows, old, torch.empty(0), each))
+            continue
         weights = [
-            torch.full(
-                (len(part.held[::step]),),
-                part.old.numel() / max(1, len(part.held[::step])),
-                dtype=torch.float64,
-                device=old.device,
-            )
-            for part in members
+            torch.full((count,), weight, dtype=torch.float64, device=old.device) for count, weight in zip(counts, each)
         ]
         samples.append(Sample(members[0].policy, rows, old, torch.cat(weights)))
     return samples
@@ -112,6 +128,7 @@ class Part:
         """its chunks, where any may live"""
         self.new: Tensor = self.old
         self._draws = 0
+        self._tallied: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def measure(
         self, share: float, unit: Tensor | None = None, doubt: float = 0.0, priorities: Tensor | None = None
@@ -121,6 +138,8 @@ class Part:
         utilities = believed(self.census.utilities, doubt)
         utilities = utilities if unit is None else utilities / unit.to(self.census.ids.device)
         self.rows = self.policy.measure(utilities, self.records.chunks, self.records.chunk, share, priorities)
+        if self.rows.limits is not None and self.storage.kernels.widths_between is not None:
+            self.rows.kernels = self.storage.kernels
         return self
 
     @property
@@ -131,10 +150,12 @@ class Part:
 
     def worth_now(self) -> Tensor:
         live = self.census.live
-        return by_class.sums(self.old[:live], self.census.utilities[:live, 0], self.records.chunks, self._on_device)
+        return by_class.sums(
+            self.old[:live], self.census.utilities[:live, 0], self.records.chunks, self.storage.kernels
+        )
 
     def worth_then(self) -> Tensor:
-        return by_class.sums(self._counts, self.census.utilities[:, 0], self.records.chunks, self._on_device)
+        return by_class.sums(self._counts, self.census.utilities[:, 0], self.records.chunks, self.storage.kernels)
 
     def _bits(self, masks: Tensor) -> Tensor:
         bits = torch.empty(len(masks), self.records.chunks, dtype=torch.bool, device=masks.device)
@@ -157,8 +178,17 @@ class Part:
 
     # What is counted stays where the rows are: a GPU is waited for once for all tables (see `listed`).
 
+    def _tally(self) -> tuple[Tensor, Tensor]:
+        """Chunks by which rows shrink and grow, and how many rows have none, one, two …; on a CPU, all in one pass."""
+        if self._tallied is None or self._tallied[0] is not self.new:
+            tally_widths = self.storage.kernels.tally_widths
+            self._tallied = self.new, tally_widths(self.old, self._counts, self.records.chunks)
+        return self._tallied[1]
+
     def change(self) -> Tensor:
         """Values by which rows shrink, and by which they grow."""
+        if self.storage.kernels.tally_widths is not None:
+            return self._tally()[0] * self.records.chunk
         change = self._counts - self.old
         return torch.stack([-change.clamp(max=0).sum(), change.clamp(min=0).sum()]) * self.records.chunk
 
@@ -169,6 +199,8 @@ class Part:
         return torch.stack([(self.held & ~self.new).sum(), (self.new & ~self.held).sum()]) * self.records.chunk
 
     def class_counts(self) -> Tensor:
+        if self.storage.kernels.tally_widths is not None:
+            return self._tally()[1]
         return by_class.counts(self._counts, self.records.chunks, self._on_device)
 
     def _keep(self, which: Tensor) -> None:
@@ -200,6 +232,7 @@ class Part:
         """`rows`: see by_class.counts; nothing where no row changes."""
         masks = self._masks() if rows is not None and self.new.dtype == torch.bool else None
         census, counts = self.census, self._counts
+        self._tallied = None
         del self.census, self.rows, self.old, self.held, self.new  # by far the most that a round holds
         if rows is None:
             return self.storage.prepare_unchanged()

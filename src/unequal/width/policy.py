@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..kernels import Backend
 from .savings import assumed
 
 GRADIENT, READS = 1, 2
@@ -41,14 +43,23 @@ class Rows:
     threshold. None is below one before it"""
     table: Tensor | None = None
     """[rows]: its number, where there are several"""
+    kernels: Backend | None = None
+    """that finds all widths in one pass; then `table` is not made"""
+    ends: list[int] = field(init=False)
+    """where the rows of each table end"""
+
+    def __post_init__(self) -> None:
+        self.ends = [len(self.utilities)]
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
         """Those of several tables."""
         first = parts[0]
-        whole = Rows(torch.cat([part.utilities for part in parts]), first.chunks, first.values)
+        whole = Rows(torch.cat([part.utilities for part in parts]), first.chunks, first.values, kernels=first.kernels)
+        whole.ends = list(accumulate(len(part.utilities) for part in parts))
         if first.limits is not None:
             whole.limits = torch.cat([part.limits for part in parts if part.limits is not None])
+        if first.limits is not None and first.kernels is None:
             counts = torch.tensor([len(part.utilities) for part in parts], device=whole.utilities.device)
             numbers = torch.arange(len(parts), dtype=torch.int32, device=whole.utilities.device)
             whole.table = numbers.repeat_interleave(counts, output_size=len(whole.utilities))
@@ -57,7 +68,14 @@ class Rows:
     def thin(self, by: int) -> Rows:
         """Every so many of them."""
         table = None if self.table is None else self.table[::by].contiguous()
-        return Rows(self.utilities[::by].contiguous(), self.chunks, self.values, self.limits, table)
+        thin = Rows(self.utilities[::by].contiguous(), self.chunks, self.values, self.limits, table, self.kernels)
+        thin.ends = [-(-end // by) for end in self.ends]
+        return thin
+
+    def limits_at(self, threshold: float) -> Tensor:
+        """[tables, chunks], as utilities are compared with them."""
+        assert self.limits is not None
+        return (self.limits + math.log2(threshold * self.values)).float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +152,7 @@ class WaterFilling(Policy):
         return Rows(utilities.log2().mul_(power).clamp_(min=NOTHING), chunks, values, limits[None])
 
     def chosen(self, rows: Rows, threshold: float) -> Tensor:
-        assert rows.limits is not None
-        limits = (rows.limits + math.log2(threshold * rows.values)).float()
+        limits = rows.limits_at(threshold)
         utilities = rows.utilities[:, 0]
         if rows.table is None:
             return torch.bucketize(utilities, limits[0], right=True, out_int32=True).to(torch.int16)

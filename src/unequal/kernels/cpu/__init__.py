@@ -29,6 +29,7 @@ from .steps import (
     unique,
     update,
 )
+from .widths import chunks_between, class_sums, tally_widths, widths_between
 
 __all__ = [
     "Dealer",
@@ -36,6 +37,8 @@ __all__ = [
     "HashDirectory",
     "NarrowDirectory",
     "bucket_of",
+    "chunks_between",
+    "class_sums",
     "count_savings",
     "deal_bags",
     "fade",
@@ -55,12 +58,14 @@ __all__ = [
     "rebuild",
     "round_rows",
     "route",
+    "tally_widths",
     "unique",
     "unique_tables",
     "unpack",
     "update",
     "used_chunks",
     "widen_ids",
+    "widths_between",
     "worth",
     "write_rows",
 ]
