@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kFindAhead = 16;
 constexpr int64_t kBlock = 4096;   // ids that a thread takes at a time
 constexpr int64_t kTogether = 64;  // ids whose homes are brought near before the first is looked up
-constexpr int64_t kWays = 8;       // candidates of a bucket
 
 // Which of at most 64 slots are -1, as bits: most ids have a row.
 inline uint64_t without_row(const int64_t* slots, int64_t count) {
@@ -220,25 +219,36 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
       if (i + kFindAhead < count) directory.bring(directory.home(ids[i + kFindAhead]));
       const int32_t slot = int32_t(slots[i]);
       if (slot < 0) continue;
-      if (int32_t* at = directory.at(ids[i], directory.home(ids[i]), true)) std::memcpy(at, &slot, 4);
+      if (int32_t* at = directory.place_for(ids[i], directory.home(ids[i]))) std::memcpy(at, &slot, 4);
     }
   });
 }
 
-// Lists what the directory holds. Returns how much.
-UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capacity, int64_t* ids, int64_t* slots) {
+// Lists what the directory holds, of which there is so much. Returns that. Without a branch: which entries are empty cannot be
+// foretold, and what is written of those is written over by the next.
+UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capacity, int64_t used, int64_t* ids, int64_t* slots) {
   using namespace unequal;
   int64_t n = 0;
-  const auto list = [&](int64_t id, int64_t slot) {
-    if (slot < 0) return;
-    ids[n] = id;
-    slots[n++] = slot;
+  const auto list = [&](auto&& entry) {
+    for (int64_t k = 0; k < capacity && n < used; ++k) {
+      const std::pair<int64_t, int64_t> id_and_slot = entry(k);
+      ids[n] = id_and_slot.first;
+      slots[n] = id_and_slot.second;
+      n += id_and_slot.second >= 0;
+    }
   };
-  for (int64_t k = 0; k < capacity; ++k) {
-    if (kind == kByArray) list(k, static_cast<int32_t*>(memory)[k]);
-    else if (kind == kShortIds) list(static_cast<NarrowEntry<uint32_t>*>(memory)[k].id, static_cast<NarrowEntry<uint32_t>*>(memory)[k].slot);
-    else list(static_cast<NarrowEntry<int64_t>*>(memory)[k].id, static_cast<NarrowEntry<int64_t>*>(memory)[k].slot);
-  }
+  using One = std::pair<int64_t, int64_t>;
+  if (kind == kByArray) list([&](int64_t k) { return One(k, static_cast<int32_t*>(memory)[k]); });
+  else if (kind == kShortIds)
+    list([&](int64_t k) {
+      const NarrowEntry<uint32_t> entry = static_cast<NarrowEntry<uint32_t>*>(memory)[k];
+      return One(entry.id, entry.slot);
+    });
+  else
+    list([&](int64_t k) {
+      const NarrowEntry<int64_t> entry = static_cast<NarrowEntry<int64_t>*>(memory)[k];
+      return One(entry.id, entry.slot);
+    });
   return n;
 }
 

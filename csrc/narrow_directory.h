@@ -12,6 +12,7 @@ namespace unequal {
 
 constexpr uint64_t kLine = 8;      // entries of short ids that lie in a line of the cache
 constexpr int64_t kLineBytes = 64;
+constexpr int64_t kWays = 8;       // candidates of a bucket
 
 // Of kNumbered the higher bits say the rest: class_bits from bit 8 on, chunks from 16, of how many parts this is one from 32.
 enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2, kNumbered = 3 };
@@ -108,6 +109,23 @@ struct Hashed {
     const int32_t* held = at(id, k, false);
     return held ? load_slot(held) : -1;
   }
+  // The place for an id's slot, as `at` finds it: most often the first empty one of its line, which takes no branch to find.
+  int32_t* place_for(int64_t id, uint64_t home) const {
+#if defined(UNEQUAL_LINES)
+    constexpr int kWords = sizeof(NarrowEntry<Id>) / 4;
+    constexpr uint32_t kFirst = kWords == 2 ? 0x5555 : 0x1249;
+    if (looks_at(home)) {
+      const Line line(entries + home);
+      const uint32_t empty = line.negative() & kFirst << (kWords - 1), same = line.equal(uint32_t(id)) & kFirst;
+      if (__builtin_expect(empty && !same, 1)) {
+        NarrowEntry<Id>& entry = entries[home + uint64_t(__builtin_ctz(empty) / kWords)];
+        entry.id = Id(id);
+        return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(&entry) + sizeof(Id));
+      }
+    }
+#endif
+    return at(id, home, true);
+  }
   // The id's slot, or null; with `insert` the place for it.
   int32_t* at(int64_t id, uint64_t home, bool insert) const {
     for (uint64_t k = home;; k = k + 1 == capacity ? 0 : k + 1) {
@@ -126,6 +144,7 @@ struct Array {
   uint64_t home(int64_t id) const { return std::min(uint64_t(id), capacity); }
   void bring(uint64_t home) const { __builtin_prefetch(slots + home); }
   int32_t* at(int64_t id, uint64_t, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
+  int32_t* place_for(int64_t id, uint64_t home) const { return at(id, home, true); }
   int64_t find(int64_t id, uint64_t) const { return uint64_t(id) < capacity ? slots[id] : -1; }
   uint64_t behind(uint64_t home) const { return home; }
   bool look(int64_t id, uint64_t home, int64_t& slot) const {
@@ -141,6 +160,7 @@ struct Numbered {
   uint64_t home(int64_t) const { return 0; }
   void bring(uint64_t) const {}
   int32_t* at(int64_t, uint64_t, bool) const { return nullptr; }
+  int32_t* place_for(int64_t, uint64_t) const { return nullptr; }
   int64_t find(int64_t id, uint64_t) const {
     return uint64_t(id) < capacity ? (of == 1 ? id : id / of) << class_bits | chunks : -1;
   }

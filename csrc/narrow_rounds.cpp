@@ -7,6 +7,7 @@
 
 #include "draw.h"
 #include "narrow.h"
+#include "narrow_directory.h"
 #include "optimizers.h"
 #include "pairs.h"
 
@@ -113,6 +114,36 @@ UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, i
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
+}
+
+// out: which rows have a slot now and not the one they had, in order. Returns how many.
+UNEQUAL_API int64_t uq_narrow_moved(const int64_t* old, const int64_t* slots, int64_t count, int64_t* out) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {  // without a branch: it cannot be foretold, and the next writes over what is not to stay
+    out[found] = i;
+    found += (slots[i] != old[i]) & (slots[i] >= 0);
+  }
+  return found;
+}
+
+// found[bucket · kWays + n]: of the ids that belong there the one that is worth the most, the second …, as far as there are; of
+// those that are worth the same the first. It comes filled with -1. most: room for what they are worth.
+UNEQUAL_API void uq_narrow_best(const int64_t* ids, const float* worth, int64_t count, int64_t buckets, float* most,
+                                int64_t* found) {
+  using namespace unequal;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t bucket = int64_t(spread_over(ids[i], uint64_t(buckets))) * kWays;
+    float* held = most + bucket;
+    int64_t* of = found + bucket;
+    int64_t n = kWays;
+    if (of[n - 1] >= 0 && !(worth[i] > held[n - 1])) continue;
+    for (--n; n > 0 && (of[n - 1] < 0 || worth[i] > held[n - 1]); --n) {
+      held[n] = held[n - 1];
+      of[n] = of[n - 1];
+    }
+    held[n] = worth[i];
+    of[n] = i;
+  }
 }
 
 // Makes the records that rows will have at new slots: `made` holds them one after the other, `starts` says where each begins.

@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from unequal.kernels import backend, cpu
+from unequal.kernels import backend, cpu, reference
+from unequal.kernels.request import WAYS
 from unequal.storage import by_class
 from unequal.width.parts import Sample, steadily
 from unequal.width.policy import NOTHING, Rows, policy_of
@@ -77,3 +78,44 @@ def test_worth_by_class_is_added_up_in_the_same_order(monkeypatch, rows, columns
     found = by_class.sums(chunks, worth[:, 0], 16, backend())
     monkeypatch.setenv("UNEQUAL_KERNELS", "reference")
     assert torch.equal(found, by_class.sums(chunks, worth[:, 0], 16, backend()))
+
+
+@pytest.mark.parametrize("by_chunk", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 100, 5000])
+def test_candidates_are_the_best_of_their_buckets(rows, by_chunk):
+    """As when all are sorted by what they are worth and then by bucket; many are worth the same."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(0, 2**40, (2 * rows,), generator=generator).unique()[:rows]
+    worth = torch.randint(0, 12, (rows, 3 if by_chunk else 1), generator=generator).float()
+    places, chosen = cpu.best_of_buckets(ids, worth.sum(1), 24)
+    order = worth.sum(1).argsort(descending=True, stable=True)
+    expected = {}
+    for row, bucket in zip(order.tolist(), reference.bucket_of(ids[order], 24).tolist()):
+        way = sum(place // WAYS == bucket for place in expected)
+        if way < WAYS:
+            expected[bucket * WAYS + way] = row
+    assert dict(zip(places.tolist(), chosen.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("rows", [0, 1, 1000])
+def test_rows_that_move_are_told(rows):
+    generator = torch.Generator().manual_seed(rows)
+    old, new = (torch.randint(-1, 3, (rows,), generator=generator) for _ in range(2))
+    assert torch.equal(cpu.moved(old, new), ((old != new) & (new >= 0)).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("bound", [100, 10**6, 2**40, None])
+@pytest.mark.parametrize("rows", [0, 1, 90])
+def test_entries_come_by_id_and_before_what_follows_them(bound, rows):
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randperm(100, generator=generator)[:rows]
+    ids = ids if bound == 100 else ids * (10**4 if bound else -(10**15))
+    slots = torch.randint(0, 2**31, (rows,), generator=generator)
+    directory = cpu.NarrowDirectory(bound, rows)
+    directory.insert(ids, slots)
+    own = dict(zip(*(part.tolist() for part in directory.entries()), strict=True))
+    assert own == dict(zip(ids.tolist(), slots.tolist(), strict=True))
+    for more in (torch.tensor([]).long(), torch.tensor([5, 3])):
+        found, found_slots = directory.entries_then(more, more << 3)
+        assert torch.equal(found, torch.cat([ids.sort().values, more]))
+        assert torch.equal(found_slots, torch.cat([slots[ids.argsort()], more << 3]))

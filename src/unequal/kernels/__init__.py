@@ -31,6 +31,8 @@ chunks_between(utilities, old, ends, ...)  and how many chunks those of each tab
 tally_widths(old, chunks, classes)         by how much rows shrink and grow, and how many there are of each width (CPU only)
 class_sums(chunks, worth, classes)         what rows of each width are worth (CPU only)
 count_savings(values, gradient, dims, ...) sums of products by feature and column (CPU only: elsewhere torch adds them up)
+moved(old, slots)                          which rows have another slot now (CPU only: elsewhere torch compares)
+best_of_buckets(ids, worth, buckets)       which of them are candidates, and their places (CPU only: elsewhere torch sorts)
 bucket_of(ids, buckets)                    where candidates belong
 packed_sizes(live, runs, codec, norms)     how long messages of such rows are
 pack(rows, live, runs, codec, norms)       rows at full width as they travel: live values alone
@@ -97,6 +99,8 @@ class Backend:
     chunks_between: Any = None
     tally_widths: Any = None
     class_sums: Callable[..., torch.Tensor] | None = None
+    moved: Callable[..., torch.Tensor] | None = None
+    best_of_buckets: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     count_savings: Callable[..., None] | None = None
     Finder: Any = None
     Directories: Any = None

@@ -90,6 +90,11 @@ class FollowingStorage(Storage):
             self.put_candidates(torch.div(ids, self.of, rounding_mode="floor"), ids, utilities)
             return
         buckets = self.followed.numel() // WAYS
+        if self.kernels.best_of_buckets is not None:
+            worth = utilities[:, 0] if utilities.shape[1] == 1 else utilities.sum(1)
+            places, chosen = self.kernels.best_of_buckets(ids, worth, buckets)
+            self.put_candidates(places, ids[chosen], utilities[chosen])
+            return
         order = utilities.sum(1).argsort(descending=True, stable=True)
         at = self.kernels.bucket_of(ids[order], buckets)
         by_bucket = at.argsort(stable=True)

@@ -223,24 +223,32 @@ class NarrowStorage(FollowingStorage):
     def census(self) -> Census:
         """Utilities in it have faded to now, so that they are comparable with those of other tables."""
         records = self.records
-        ids, slots = self.directory.entries()
-        # So that it does not matter how the directory lies.
-        if not self.directory.in_order:
-            ids, slots = self._by_id(ids, slots)
-        live = ids.numel()
-        utilities, masks = self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
         known, names = self.candidates()
         rowless = (self.directory.find(names) < 0).nonzero()[:, 0]  # some have got a row since
         names, known = names[rowless], known[rowless]
         if not self.how.by_id:
             names, known = self._by_id(names, known)
-        # One after the other, so that no two of them are there twice at a time.
-        ids = torch.cat([ids, names])
-        slots = torch.cat([slots, known << records.class_bits])
-        utilities = torch.cat([utilities, records.slabs[0][0][known, : records.utilities]])
+        if hasattr(self.directory, "entries_then"):
+            ids, slots = self.directory.entries_then(names, known << records.class_bits)
+            live = ids.numel() - names.numel()
+            assert self.kernels.worth is not None
+            utilities, masks = self.kernels.worth(self.rows, slots)
+        else:
+            ids, slots = self.directory.entries()
+            # So that it does not matter how the directory lies.
+            if not self.directory.in_order:
+                ids, slots = self._by_id(ids, slots)
+            live = ids.numel()
+            utilities, masks = (
+                self._worth(slots) if self.kernels.worth is None else self.kernels.worth(self.rows, slots)
+            )
+            # One after the other, so that no two of them are there twice at a time.
+            ids = torch.cat([ids, names])
+            slots = torch.cat([slots, known << records.class_bits])
+            utilities = torch.cat([utilities, records.slabs[0][0][known, : records.utilities]])
+            masks = None if masks is None else torch.cat([masks, torch.zeros_like(known)])
         # A training that has diverged must not take the rows with it.
         utilities.mul_(1 / records.gain).nan_to_num_(nan=0.0, posinf=1e30)
-        masks = None if masks is None else torch.cat([masks, torch.zeros_like(known)])
         return Census(ids, slots, utilities, masks, live)
 
     def _by_id(self, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,14 +292,16 @@ class NarrowStorage(FollowingStorage):
         self._check_room(held)
         counts = torch.tensor(held).to(self.device)
         slots = self.kernels.lay_out(census.slots, chunks, counts, records.class_bits)
-        moved = (slots != census.slots) & (slots >= 0)
         if masks is not None and census.masks is not None:
-            moved |= (chunks > 0) & (masks != census.masks)
+            movers = ((slots != census.slots) & (slots >= 0) | (chunks > 0) & (masks != census.masks)).nonzero()[:, 0]
+        elif self.kernels.moved is not None:
+            movers = self.kernels.moved(census.slots, slots)
+        else:
+            movers = ((slots != census.slots) & (slots >= 0)).nonzero()[:, 0]
         directory = self._directory(sum(held))
         directory.insert(census.ids, slots)
-        movers = moved.nonzero()[:, 0]
         placed = slots[movers]
-        del slots, moved
+        del slots
         made, starts = self.kernels.rebuild(
             self.rows, census.ids[movers], census.slots[movers], placed, None if masks is None else masks[movers],
             self.table.init_std, self.how.inherit,

@@ -32,7 +32,7 @@ _TABLE = np.dtype(
 )
 _COUNTING = (
     *("uq_lookup", "uq_hash_find", "uq_hash_insert", "uq_hash_entries", "uq_unique", "uq_unique_tables"),
-    *("uq_offsets", "uq_narrow_find", "uq_narrow_entries"),
+    *("uq_offsets", "uq_narrow_find", "uq_narrow_entries", "uq_narrow_moved"),
 )
 """functions that give a count of 64 bits"""
 _SPEC = np.dtype([(name, np.int64) for name in ("table", "pooling", "place")])

@@ -103,8 +103,23 @@ class NarrowDirectory:
         native_library().uq_narrow_put(*self._place(), pointer(ids), pointer(slots), ctypes.c_int64(ids.numel()))
 
     def entries(self) -> tuple[Tensor, Tensor]:
-        ids, slots = torch.empty(self.used, dtype=torch.int64), torch.empty(self.used, dtype=torch.int64)
-        native_library().uq_narrow_entries(*self._place(), pointer(ids), pointer(slots))
+        return self._entries(0)
+
+    def _entries(self, spare: int) -> tuple[Tensor, Tensor]:
+        """With room for so many after them."""
+        ids, slots = (torch.empty(self.used + spare, dtype=torch.int64) for _ in range(2))
+        native_library().uq_narrow_entries(*self._place(), ctypes.c_int64(self.used), pointer(ids), pointer(slots))
+        return ids, slots
+
+    def entries_then(self, more: Tensor, slots_of_more: Tensor) -> tuple[Tensor, Tensor]:
+        """Its entries by id, then these, in one piece from the start."""
+        ids, slots = self._entries(more.numel())
+        if not self.in_order:
+            own = ids[: self.used], slots[: self.used]
+            for part, ordered in zip(own, order_by_id(*own)):
+                if ordered.data_ptr() != part.data_ptr():
+                    part.copy_(ordered)
+        ids[self.used :], slots[self.used :] = more, slots_of_more
         return ids, slots
 
     @property
@@ -226,6 +241,28 @@ def follow(
     )
     if failed:
         raise MemoryError(f"no memory to follow {ids.numel():,} ids without a row")
+
+
+def moved(old: Tensor, slots: Tensor) -> Tensor:
+    out = torch.empty_like(slots)
+    count = native_library().uq_narrow_moved(pointer(old), pointer(slots), ctypes.c_int64(slots.numel()), pointer(out))
+    return out[:count]
+
+
+def best_of_buckets(ids: Tensor, worth: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+    """Takes no memory worth the name: a round asks for it when all else has changed."""
+    ids, worth = ids.contiguous(), worth.contiguous()
+    found, most = torch.full((buckets * WAYS,), -1, dtype=torch.int64), torch.empty(buckets * WAYS)
+    native_library().uq_narrow_best(
+        pointer(ids),
+        pointer(worth),
+        ctypes.c_int64(ids.numel()),
+        ctypes.c_int64(buckets),
+        pointer(most),
+        pointer(found),
+    )
+    places = (found >= 0).nonzero()[:, 0]
+    return places, found[places]
 
 
 def rebuild(
