@@ -96,12 +96,13 @@ UNEQUAL_API int uq_narrow_lay_out(const int64_t* slots, const int16_t* chunks, i
                                   int64_t classes, int64_t class_bits, int64_t* out) try {
   std::vector<int64_t> begins(size_t(classes) + 1, 0), next(size_t(classes), 0);
   for (int64_t k = 1; k < classes; ++k) begins[size_t(k) + 1] = begins[size_t(k)] + counts[k];
-  std::vector<bool> taken(size_t(begins[size_t(classes)]));
+  std::vector<uint8_t> taken(size_t(begins[size_t(classes)]) + 1);  // the last one stands for all that do not stay
   const int64_t low = (int64_t(1) << class_bits) - 1;
   for (int64_t i = 0; i < count; ++i) {
+    // Without a branch: who stays cannot be foretold.
     const int64_t k = chunks[i], place = slots[i] >> class_bits;
-    const bool stays = k && (slots[i] & low) == k && place < counts[k];
-    if (stays) taken[size_t(begins[size_t(k)] + place)] = true;
+    const bool stays = (k != 0) & ((slots[i] & low) == k) & (place < counts[k]);
+    taken[size_t(stays ? begins[size_t(k)] + place : begins[size_t(classes)])] = 1;
     out[i] = stays ? slots[i] : -1;
   }
   for (int64_t i = 0; i < count; ++i) {

@@ -20,6 +20,8 @@ SAMPLE = 200_000
 """rows from which the threshold is found"""
 DRAWS = 1 << 20
 """numbers that are drawn are below that"""
+NEAR = 1 << 14
+"""rows that numbers are drawn for at a time"""
 MANY = 1 << 17
 """rows of a table from which what a round needed for it goes back to the system at once, or the C library would keep it"""
 
@@ -205,19 +207,28 @@ class Part:
 
     def _keep(self, which: Tensor) -> None:
         """These rows stay as they are."""
-        self.new = torch.where(which[:, None] if self.new.dtype == torch.bool else which, self.held, self.new)
+        if self.new.dtype == torch.bool:
+            self.new = torch.where(which[:, None], self.held, self.new)
+        else:  # torch chooses between numbers of 2 bytes one by one, and multiplies them in vectors
+            self.new = (self.held - self.new).mul_(which).add_(self.new)
 
     def draw(self, step: int) -> Tensor:
         """A number for every row, by its id, and every time another: rows that were left alone before would be so again, and the
         rest untouched."""
         salt = mix64(step + (self._draws << 40)) >> 1
         self._draws += 1
-        numbers: Tensor = self.storage.kernels.bucket_of(self.census.ids ^ salt, DRAWS)
-        return numbers.to(torch.int32)
+        ids, bucket_of = self.census.ids, self.storage.kernels.bucket_of
+        if self._on_device:
+            return bucket_of(ids ^ salt, DRAWS).to(torch.int32)  # type: ignore[no-any-return]
+        # Some at a time, so that what is made on the way stays near.
+        numbers = torch.empty(len(ids), dtype=torch.int32)
+        for some, drawn in zip(torch.split(ids, NEAR), torch.split(numbers, NEAR)):
+            drawn.copy_(bucket_of(some ^ salt, DRAWS))
+        return numbers
 
     def growth(self, drawn: Tensor, share: float = 1.0) -> Tensor:
         """Values that come if only such a share of the rows that would grow do."""
-        more = (self._counts - self.old).clamp(min=0).masked_fill_(_beyond(drawn, share), 0)
+        more = (self._counts - self.old).clamp_(min=0).mul_(~_beyond(drawn, share))
         return more.sum() * self.records.chunk
 
     def hold_back(self, drawn: Tensor, share: float) -> None:
