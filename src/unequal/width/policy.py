@@ -119,8 +119,8 @@ class WaterFilling(Policy):
     is not known, 1 / (2k − 1) of the first. With alpha 0 all rows of a table are equally wide, with a large one they are whole
     or not there. Importance: norms of gradients, whatever of the row exists.
 
-    Where little is kept a first value for one more row is worth more than one more for a row that has some; where half is kept
-    the rows that are left are those from which nothing is learnt, or what does not last. So alpha grows with the share.
+    Where little is kept a first value for one more row is worth more than one more for a row that has some; with much, rows that
+    are read seldom may get less. So alpha grows with the share, by little: which rows nothing is learnt from differs between data.
 
     Rows that were read a few times count with less than they seem to be worth; see evidence.py."""
 
@@ -131,14 +131,12 @@ class WaterFilling(Policy):
     inherits: ClassVar[bool] = True
     alpha: float = 0.8
     """where little is kept"""
-    rise: float = 11.0
-    most: float = 3.0
-    """of alpha, whatever is kept: beyond that rows are whole or not there anyway"""
+    rise: float = 0.4
     enough: float = 50.0
 
     def power(self, share: float) -> float:
-        """alpha, where this share of all values is kept: 0.8 up to an eighth, 1 at a quarter, 2.2 at a half."""
-        return min(self.most, self.alpha + self.rise * share * share * share)
+        """alpha, where this share of all values is kept: 0.9 at a quarter, 1 at a half."""
+        return self.alpha + self.rise * share
 
     def measure(
         self, utilities: Tensor, chunks: int, values: int, share: float, priorities: Tensor | None = None
