@@ -4,10 +4,14 @@ Nothing is tuned: learning rate, starting values and optimizer (row-wise AdaGrad
 narrow ones. Histories are attended to, which wants wider rows than products of pooled features do. Tables are told how many rows
 they have, so that budgets are shares of their values. The epoch is chosen on validation data. Test AUC, and the bytes of the
 tables with all that belongs to them.
+
+    python -m benchmarks --only width_events
+    python -m benchmarks.width_events --methods water-filling       these alone; other cells stay as results/width.json has them
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -21,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .report import ROOT, BenchmarkError
+from .report import ROOT, BenchmarkError, merge, stamp
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 DATA = {"video games": "amazon_videogames_sasrec", "sessions": "sessions_diginetica"}
 """with an order of events: histories are what came before"""
-POLICIES = ("water-filling", "fiited", "adaembed", "itep", "frequency")
+METHODS = ("full", "dim", "water-filling", "fiited", "adaembed", "itep", "frequency")
 KEPT = (0.5, 0.25, 0.125, 0.05)
 DIM, DIMS = 16, (8, 4, 2, 1)
 """of whole tables; and uniform ones"""
@@ -84,17 +88,15 @@ def trained(job: Job, folder: Path, rows: dict[str, int], epochs: int) -> dict[s
     return {"auc": round(found["auc"], 6), "bytes": size, "step": found["best_step"]}
 
 
-def jobs(data: str, seeds: int, policies: Sequence[str], kept: Sequence[float]) -> Iterator[Job]:
+def jobs(data: str, seeds: int, methods: Sequence[str], kept: Sequence[float]) -> Iterator[Job]:
+    shares = {"full": (1.0,), "dim": [dim / DIM for dim in DIMS]}
     for seed in range(seeds):
-        yield Job(data=data, method="full", kept=1.0, seed=seed)
-        for dim in DIMS:
-            yield Job(data=data, method="dim", kept=dim / DIM, seed=seed)
-        for policy in policies:
-            for share in kept:
-                yield Job(data=data, method=policy, kept=share, seed=seed)
+        for method in methods:
+            for share in shares.get(method, kept):
+                yield Job(data=data, method=method, kept=share, seed=seed)
 
 
-def run(quick: bool = False) -> dict[str, Any]:
+def run(quick: bool = False, methods: Sequence[str] = METHODS) -> dict[str, Any]:
     cells: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for data, name in DATA.items():
         source = ROOT.parent / "shared/data" / name / "events.parquet"
@@ -103,7 +105,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "data"
             rows = imported(source, folder)
-            wanted = list(jobs(data, SEEDS[data], POLICIES, KEPT))
+            wanted = list(jobs(data, SEEDS[data], methods, KEPT))
             if quick:
                 wanted = [job for job in wanted if job.seed == 0 and job.kept in (1.0, 0.25)]
                 wanted = [job for job in wanted if job.method in ("full", "dim", "water-filling")]
@@ -137,3 +139,26 @@ def table(result: dict[str, Any]) -> Table:
         cells = ["" if cell is None else f"{cell['auc']:.4f} ({cell['bytes'] / 1e6:.2f})" for cell in found]
         view.add_row(data, method, *cells)
     return view
+
+
+def main() -> None:
+    from rich.console import Console
+
+    from .__main__ import NAMES, RESULTS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.width_events", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, required=True, metavar="METHOD")
+    methods = parser.parse_args().methods
+    path, origin = RESULTS.with_name("width.json"), stamp(quick=False)
+    before = json.loads(path.read_text())["width_events"]["results"]
+    fresh = {(cell["data"], cell["method"], cell["kept"]): cell for cell in run(methods=methods)["cells"]}
+    cells = [fresh.get((cell["data"], cell["method"], cell["kept"]), cell) for cell in before["cells"]]
+    result = before | {"cells": cells}
+    merge(path, {"width_events": origin | {"of_this_run": methods, "results": result}}, NAMES)
+    Console(width=120).print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ def test_events_are_imported_and_trained(tmp_path: Path) -> None:
 
 
 def test_what_is_trained() -> None:
-    jobs = list(width_events.jobs("video games", 2, ("water-filling", "fiited"), (0.5, 0.25)))
+    jobs = list(width_events.jobs("video games", 2, ("full", "dim", "water-filling", "fiited"), (0.5, 0.25)))
     assert len(jobs) == len(set(jobs)) == 2 * (1 + len(width_events.DIMS) + 4)
     assert jobs[0].settings({"user": 3}) == ["tables.user.rows=3"]
     assert 'width.budget="25%"' in jobs[-1].settings({"user": 3}) and jobs[-1].seed == 1

@@ -119,8 +119,9 @@ class WaterFilling(Policy):
     is not known, 1 / (2k − 1) of the first. With alpha 0 all rows of a table are equally wide, with a large one they are whole
     or not there. Importance: norms of gradients, whatever of the row exists.
 
-    Where little is kept a first value for one more row is worth more than one more for a row that has some; with much, rows that
-    are read seldom may get less. So alpha grows with the share, by little: which rows nothing is learnt from differs between data.
+    Where little is kept a first value for one more row is worth more than one more for a row that has some; with much,
+    rows that are read seldom may get less. So alpha grows with the share, by little: of which rows nothing is learnt differs
+    between data.
 
     Rows that were read a few times count with less than they seem to be worth; see evidence.py."""
 
