@@ -30,7 +30,8 @@ BARS = {"100%": 1.3, "10%": 1.0}
 ROUND_BAR = 0.01
 INTERVAL = 1000
 """steps between rounds, as a recipe has it by default"""
-BATCHES, WARM_UP, STEPS, ROUNDS = 24, 150, 12, 8
+BATCHES, WARM_UP, STEPS, ROUNDS = 24, 260, 12, 8
+"""warm-up: in the first 256 steps what values save is looked at in every step, later in one of 4 and less"""
 EVERY = 50
 """steps between rounds here, so that some of them are timed"""
 
