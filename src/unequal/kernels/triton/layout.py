@@ -116,7 +116,9 @@ class Layout:
     first_classes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """there: of each table, by its identity, the first of its classes and how many there are"""
     gains: Tensor | None = None
-    """there: float32 [tables], what each one's gain is to that of the first; they grow alike until they start afresh"""
+    """there: float32 [tables], what each one's gain is to that of the leading one; they grow alike until they start afresh"""
+    leading: int = 0
+    """there: the first table whose rows are followed; the gain of others stays as it is"""
     compiled: dict[Any, Any] = field(default_factory=dict)
     """see launch.py"""
     numbers_seen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -255,6 +257,7 @@ def _make(request: Request) -> Layout:
         classes=on_device(classes, torch.int64) if narrow else None,
         first_classes=_numbered(tables, first_class) if narrow else {},
         gains=on_device(_gains(tables), torch.float32) if narrow else None,
+        leading=_leading(tables),
     )
 
 
@@ -289,7 +292,12 @@ def _numbered(tables: Sequence[TableRows], first: Sequence[int]) -> dict[int, tu
 
 def _gains(tables: Sequence[TableRows]) -> list[float]:
     gains = [rows.records.gain for rows in tables if rows.records is not None]
-    return [gain / gains[0] for gain in gains]
+    return [gain / gains[_leading(tables)] for gain in gains]
+
+
+def _leading(tables: Sequence[TableRows]) -> int:
+    followed = (t for t, rows in enumerate(tables) if rows.records is not None and rows.records.kind)
+    return next(followed, 0)
 
 
 def classes_of(tables: Sequence[TableRows], groups: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:

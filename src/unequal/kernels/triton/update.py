@@ -286,7 +286,7 @@ def _apply_narrow(
     unit: int,
 ) -> None:
     """To rows that differ in width."""
-    records = request.tables[0].records
+    records = request.tables[layout.leading].records
     assert records is not None
     count = request.ids.numel()
     tables = (
