@@ -5,7 +5,8 @@ changed places with others, so most of what was popular is rare and the other wa
 by the second, and scored on the second at the shift and at shares of the interval between rounds after it. The shift comes right
 after a round: the next one is as far away as it can be. Beside it at each point is a model of the same budget and seed that was
 trained by the second law alone, for as many steps in all. What other ids cost any model is seen from plain tables treated alike,
-what rounds do from a model that has none after the shift.
+what rounds do from a model that has none after the shift, and what they could do at best from one that is told at the shift how
+wide rows of the one that knew are: what that one is behind, rows have yet to learn.
 """
 
 from __future__ import annotations
@@ -132,6 +133,34 @@ class Training:
         self.model.load_state_dict(state[0])
         self.dense.load_state_dict(state[1])
 
+    def widths(self) -> dict[str, torch.Tensor]:
+        """Chunks of every id of every table."""
+        import torch
+
+        found = {}
+        for storage in self.storages():
+            census = storage.census()
+            chunks = found[storage.table.name] = torch.zeros(storage.table.rows, dtype=torch.int16)
+            chunks[census.ids] = census.chunks(storage.records)
+        return found
+
+    def give(self, widths: dict[str, torch.Tensor]) -> None:
+        """Rows are as wide as this from now on."""
+        import torch
+
+        for storage in self.storages():
+            wanted, purse = widths[storage.table.name], storage.how.purse
+            purse.left = float(wanted.numel() * storage.table.dim)
+            storage.locate(wanted.nonzero()[:, 0], insert=True)
+            census = storage.census()
+            chunks = wanted[census.ids]
+            counts = torch.bincount(chunks.long(), minlength=storage.records.chunks + 1)
+            storage.prepare(census, chunks, None, counts.tolist())()
+            purse.left = 0.0
+
+    def storages(self) -> list[Any]:
+        return [storage for _, storage in self.embeddings.shard_storages()]
+
     def stop_rounds(self) -> None:
         """Rows stay as wide as they are, and there are no new ones."""
         from unequal.width.intervals import NEVER
@@ -144,10 +173,11 @@ class Training:
 
 
 def compared(data: Study, budget: float | None, seed: int) -> dict[str, Any]:
-    """Test AUC at each point: of the one that knew, of the one that did not, and of it without rounds."""
+    """Test AUC at each point: of the one that knew, of the one that did not, and of it without rounds, and told."""
     knew = Training(data, budget, seed)
     early = len(data.validation)
     knew.steps(data.train[:early])
+    widths = knew.widths() if budget is not None else {}
     found: dict[str, Any] = {"knew": knew.scores(data.train[early:])}
     shifted = Training(data, budget, seed)
     shifted.steps(data.validation)
@@ -161,6 +191,10 @@ def compared(data: Study, budget: float | None, seed: int) -> dict[str, Any]:
         shifted.back(state)
         shifted.stop_rounds()
         found["frozen"] = shifted.scores(later)
+        shifted.back(state)
+        shifted.stop_rounds()
+        shifted.give(widths)
+        found["told"] = shifted.scores(later)
     return found
 
 
@@ -191,7 +225,7 @@ def summarised(drift: Drift, lines: Iterable[dict[str, Any]]) -> Iterator[dict[s
         for budget in (None, *BUDGETS):
             mine = [line for line in lines if line["moved"] == moved and line["budget"] == budget]
             case: dict[str, Any] = {"moved": moved, "budget": budget}
-            for name in ("knew", "shifted", "frozen"):
+            for name in ("knew", "shifted", "frozen", "told"):
                 if name in mine[0]:
                     case[name] = [mean(line[name][p] for line in mine) for p in range(len(POINTS))]
             behind = [[line["knew"][p] - line["shifted"][p] for line in mine] for p in range(len(POINTS))]
@@ -220,7 +254,8 @@ def table(result: dict[str, Any]) -> Table:
         bar = f"{case['bar']:g} " + ("kept" if case["reached"] else "MISSED") if "bar" in case else ""
         cells = [f"{b:.4f} ± {d:.4f}" for b, d in zip(case["behind"], case["deviation"])]
         view.add_row(f"{100 * case['moved']:g}%", kept, "with rounds" if "bar" in case else "", *cells, bar)
-        if "frozen" in case:
-            cells = [f"{k - f:.4f}" for k, f in zip(case["knew"], case["frozen"])]
-            view.add_row("", "", "without", *cells, "")
+        for name, what in (("frozen", "without"), ("told", "told")):
+            if name in case:
+                cells = [f"{k - f:.4f}" for k, f in zip(case["knew"], case[name])]
+                view.add_row("", "", what, *cells, "")
     return view

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from benchmarks import width_drift
 from benchmarks.width_drift import BAR, POINTS, QUICK, Training, changed, made, summarised
 
@@ -46,6 +47,22 @@ def test_without_rounds_rows_stay_as_wide_as_they_are() -> None:
     without = training.scores(data.train)
     assert len(training.embeddings.width_reports) == reports and training.embeddings.rows() == rows
     assert with_rounds[0] == without[0] and with_rounds[-1] != without[-1]
+
+
+def test_rows_can_be_made_as_wide_as_those_of_another_model() -> None:
+    """And then they stay so. Rows that they had before keep what they had learnt."""
+    data = made(QUICK, seed=0, moved=1.0)
+    one, other = Training(data, 0.1, 0), Training(data, 0.1, 1)
+    one.steps(data.train)
+    other.steps(data.validation)
+    wanted = one.widths()
+    assert any(not torch.equal(chunks, wanted[table]) for table, chunks in other.widths().items())
+    other.stop_rounds()
+    other.give(wanted)
+    assert all(torch.equal(chunks, wanted[table]) for table, chunks in other.widths().items())
+    assert sum(int((chunks > 0).sum()) for chunks in wanted.values()) == sum(other.embeddings.rows().values())
+    other.steps(data.train)
+    assert all(torch.equal(chunks, wanted[table]) for table, chunks in other.widths().items())
 
 
 def test_the_bar_is_held_against_the_mean_after_one_interval() -> None:

@@ -117,6 +117,64 @@ def test_after_a_shift_ids_that_are_read_have_rows_sooner():
     assert not none and steps and found > 1.5 * without
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize("policy", ["water-filling", "fiited"])
+def test_what_is_forgotten(monkeypatch, policy, kernels):
+    """Of rows and of candidates; what comes after counts in full."""
+    if kernels == "triton":
+        pytest.importorskip("unequal.kernels.triton")
+    monkeypatch.setenv("UNEQUAL_KERNELS", kernels)
+    width = uq.Width(budget="0.2%", policy=policy, every=1000, decay=0.999999)
+    own, other = embeddings(width), embeddings(width)
+    for module in (own, other):
+        train(module, batches(6, 20))
+    before = {name: storage.census() for name, storage in own._storages.items()}
+    for storage in own._storages.values():
+        storage.forget(0.25)
+    forgotten = {name: storage.census() for name, storage in own._storages.items()}
+    for module in (own, other):
+        train(module, batches(3, 20, seed=1))
+    for name, storage in own._storages.items():
+        was = before[name].utilities
+        assert was.shape[0] > before[name].live > 0 and was.sum() > 0
+        torch.testing.assert_close(forgotten[name].utilities, 0.25 * was)
+        now, others_now = (
+            dict(zip(c.ids.tolist(), c.utilities)) for c in (storage.census(), other._storages[name].census())
+        )
+        for id_, worth in zip(before[name].ids.tolist(), was):
+            if id_ in now and id_ in others_now:
+                torch.testing.assert_close(now[id_], others_now[id_] - 0.75 * worth, rtol=1e-4, atol=1e-4)
+
+
+def test_what_never_fades_is_not_forgotten():
+    module = embeddings(uq.Width(budget="5%", policy="frequency", every=1000))
+    train(module, batches(3, 20))
+    storage = module._storages["first"]
+    before = storage.census().utilities
+    storage.forget(0.25)
+    assert torch.equal(storage.census().utilities, before)
+
+
+def test_after_a_shift_rows_are_soon_as_wide_as_they_are_popular_now(monkeypatch):
+    """As what they were worth before counts for little. What rows save is forgotten alike."""
+
+    def narrower(share):
+        monkeypatch.setattr("unequal.width.rounds.FORGET", share)
+        module = embeddings(uq.Width(budget="5%", every=96))
+        train(module, batches(384))
+        known = module._rounds.savings.known["first"].steps
+        train(module, batches(48, seed=1, places=others()))
+        assert shifted(module) and known < 384
+        steps.append(module._rounds.savings.known["first"].steps)
+        places = torch.from_numpy(others()[:60])
+        rows = [storage.directory.find(places) for storage in module._storages.values()]
+        return sum(int((slots & 31)[slots >= 0].sum()) for slots in rows)
+
+    steps = []
+    whole, some = narrower(1.0), narrower(0.3)
+    assert some > 1.1 * whole and steps[1] < 0.5 * steps[0]
+
+
 def test_a_round_that_may_not_move_everything_moves_something():
     """Whichever rows it holds back, the others grow into what has become free."""
     module = embeddings(uq.Width(budget="5%", every=1000, most=0.2, hysteresis=0.0))

@@ -144,7 +144,15 @@ class NarrowStorage(FollowingStorage):
     def tick(self) -> None:
         """Once a step: what was useful before it counts a little less from now on."""
         self._clock += 1
-        self.records.gain /= self.how.decay
+        self._count_for(self.how.decay)
+
+    def forget(self, share: float) -> None:
+        """What was useful so far counts for so much of itself from now on; where nothing fades, for all of it."""
+        if self.how.decay < 1:
+            self._count_for(share)
+
+    def _count_for(self, share: float) -> None:
+        self.records.gain /= share
         if self.records.gain > MOST_GAIN:
             self._fade()
 

@@ -33,6 +33,8 @@ FITS, FITTING = 4, 0.01
 """tries to find the values that take a budget in bytes, and what part of it may be left over; as many again not to exceed it"""
 ENTRY, PADDING = 26, 8
 """bytes of a directory for a row, at the most, and between records"""
+FORGET = 0.3
+"""of what rows were worth, when popularity has shifted: what they are worth since then is soon more than that"""
 FEW = 10
 """reads of a row on average before which it is not known what share of ids usually has none"""
 MUCH = 1 << 24
@@ -178,11 +180,19 @@ class Rounds:
             if self.is_round(step):  # what new rows really took is known
                 self._fill_purses(step)
             return None
-        if self.width.adapt and self.shifts.ends_window(step):
-            self.shifts.look(step, self.total, lambda number: self._is_spent(number) and self._is_settled(number))
+        looks = self.width.adapt and self.shifts.ends_window(step)
+        if looks and self.shifts.look(step, self.total, lambda n: self._is_spent(n) and self._is_settled(n)):
+            self._forget()
         since = self.shifts.since if self.width.adapt else None
         shifted = since is not None and self.intervals.is_round_after_shift(step - since)
         return self.round(step, shifted) if shifted or self.is_round(step) else None
+
+    def _forget(self) -> None:
+        """Who was popular is not any more: most of what rows seem to be worth is that of other times."""
+        for storage in self.storages.values():
+            storage.forget(FORGET)
+        if self.savings is not None and self.policy.fades:
+            self.savings.forget(FORGET)
 
     def is_round(self, step: int) -> bool:
         """After so many, whether or not anything is followed. All ranks call it."""

@@ -83,6 +83,11 @@ class Known:
             self.steps = faded * self.steps + steps
         self.held = now
 
+    def forget(self, share: float) -> None:
+        """All of it counts for so much; so does what rows are worth."""
+        self.saved, self.worth, self.steps = share * self.saved, share * self.worth, share * self.steps
+        self.held = np.where(self.held < 0, self.held, share * self.held)
+
     def priorities(self, average: float, prior: float) -> Floats:
         """Of chunks of equally important rows of all tables; none is above one before it. `average`: what rows of all tables save
         for what they are worth; `prior`: the worth of rows for which it is assumed that they do as well, and their chunks."""
@@ -224,6 +229,11 @@ class Savings:
         own = [held.get(name, np.zeros(self.chunks[name])) for name in tables]
         for name, part in zip(tables, _of_all(own, totals)):
             self.known[name].held = part
+
+    def forget(self, share: float) -> None:
+        """What is known of all tables counts for so much of itself; see NarrowStorage.forget."""
+        for known in self.known.values():
+            known.forget(share)
 
     def end(self) -> None:
         """Of the round of all tables."""
