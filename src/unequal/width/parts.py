@@ -72,7 +72,8 @@ class Sample:
             chunks = self.rows.kernels.chunks_between(*_bounds(self.rows, self.old, threshold, hysteresis))
             return float(sum(weight * count for weight, count in zip(self.each, chunks))) * self.rows.values
         chosen = steadily(self.policy, self.rows, self.old, threshold, hysteresis)
-        return float(torch.dot(_counts(chosen).double(), self.weights)) * self.rows.values
+        # Not torch.dot: on a GPU that is cuBLAS, which takes 32 MiB for as long as the process lives.
+        return float(self.weights.mul(_counts(chosen)).sum()) * self.rows.values
 
     def thin(self, by: int) -> Sample:
         each = None if self.each is None else [weight * by for weight in self.each]
