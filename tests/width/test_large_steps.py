@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import unequal as uq
-from unequal.kernels import cpu
 from unequal.width.savings import Savings
 
 ROWS = 40_000
@@ -80,15 +79,18 @@ def test_same_bits_for_any_number_of_threads(optimizer, rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dims", [(8,), (64, 16, 3), (20, 128, 128, 5)])
-def test_savings_are_counted_alike_in_one_pass(dims, dtype):
+@pytest.mark.parametrize("kernels", ["cpu", "triton"])
+def test_savings_are_counted_alike_in_one_pass(kernels, dims, dtype):
+    own = pytest.importorskip(f"unequal.kernels.{kernels}")
+    device = "cuda" if kernels == "triton" and torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     features = {f"f{k}": uq.Feature(uq.Table(f"t{k}", rows=10, dim=dim), "sum") for k, dim in enumerate(dims)}
     found = []
-    for count in (None, cpu.count_savings):
+    for count in (None, own.count_savings):
         savings = Savings({f"t{k}": dim for k, dim in enumerate(dims)}, features, ranks=2)
         generator.manual_seed(1)
         for step in range(3):
-            values, gradient = (torch.randn(300, sum(dims), generator=generator).to(dtype) for _ in range(2))
+            values, gradient = (torch.randn(300, sum(dims), generator=generator).to(device, dtype) for _ in range(2))
             gradient[step, 1] = float("inf")
             savings.note(savings.sample([values], step), [gradient], 300, count)
         found.append(savings._counted())

@@ -30,7 +30,7 @@ widths_between(utilities, old, ends, ...)  how wide rows will be between two thr
 chunks_between(utilities, old, ends, ...)  and how many chunks those of each table then have together
 tally_widths(old, chunks, classes)         by how much rows shrink and grow, and how many there are of each width (CPU only)
 class_sums(chunks, worth, classes)         what rows of each width are worth (CPU only)
-count_savings(values, gradient, dims, ...) sums of products by feature and column (CPU only: elsewhere torch adds them up)
+count_savings(values, gradient, dims, ...) sums of products by feature and column (the reference: Savings, with torch)
 moved(old, slots)                          which rows have another slot now (CPU only: elsewhere torch compares)
 best_of_buckets(ids, worth, buckets)       which of them are candidates, and their places (CPU only: elsewhere torch sorts)
 bucket_of(ids, buckets)                    where candidates belong

@@ -145,7 +145,7 @@ class Savings:
             count = min(lines, max(1, most // columns))
             first = step * STRIDE % (lines - count + 1)
             # What came out may be changed by who reads it.
-            parts.append((first, output.detach()[first : first + count].clone()))
+            parts.append((first, torch.narrow_copy(output.detach(), 0, first, count)))
         return Sampled(parts, times)
 
     def note(
@@ -163,10 +163,10 @@ class Savings:
             dims = [feature.table.dim for feature in self._outputs[number]]
             factor = sampled.times * gradient.shape[0] / lines
             upstream, sums = gradient[first : first + lines], self._sums[number]
-            if count is not None and not values.is_cuda:
+            if count is not None:
                 if not sums.numel():
                     sums = torch.zeros(2, len(dims) + sum(dims), dtype=torch.float64)
-                sums = self._sums[number] = sums.cpu()
+                sums = self._sums[number] = sums.to(values.device)
                 count(values, upstream, dims, factor / self.ranks, factor / self.ranks**2, sums)
                 continue
             more = self._added_up(values.float() * upstream.float(), dims) * factor

@@ -12,6 +12,7 @@ from .lookup import lookup
 from .narrow import fade, place, rebuild, worth
 from .rounding import round_rows
 from .route import route
+from .savings import count_savings
 from .unique import unique
 from .update import update
 from .writing import write_rows
@@ -22,6 +23,7 @@ __all__ = [
     "NarrowDirectory",
     "admit_all",
     "bucket_of",
+    "count_savings",
     "deal_bags",
     "fade",
     "follow",
