@@ -188,6 +188,8 @@ class Request:
     """where each of the batch's features begins and the last one ends; read from the offsets where it is not given"""
     generation: int = 0
     """of the slots: they mean nothing once rows have been laid out anew"""
+    resolved: Tensor | None = None
+    """where the rows of the slots lie, for the lookup that comes next, where what found the slots has found that, too"""
     _spans: tuple[Ints, Ints] | None = field(default=None, init=False, repr=False)
 
     @property

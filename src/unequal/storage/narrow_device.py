@@ -12,8 +12,19 @@ from torch import Tensor
 
 from ..kernels.request import Request
 from .narrow import NarrowStorage
+from .narrowing import Narrowing, Purse
 
 FIND, FOLLOW, CHOOSE, ENTER = range(4)
+
+
+def _least(all_of_them: Iterable[Narrowing]) -> list[tuple[Purse, int, int]]:
+    """Purses, each with the values of the smallest new row that is paid from it, and those before the first round."""
+    found: dict[int, tuple[Purse, int, int]] = {}
+    for how in all_of_them:
+        _, later, early = found.get(id(how.purse), (how.purse, 1 << 62, 1 << 62))
+        later, early = min(later, how.start * how.chunk), min(early, max(how.start, how.early) * how.chunk)
+        found[id(how.purse)] = (how.purse, later, early)
+    return list(found.values())
 
 
 class DeviceLocator:
@@ -26,6 +37,7 @@ class DeviceLocator:
         self._follows = any(storage.records.kind for storage in self.storages)
         self._newcomers = (CHOOSE, ENTER) if any(s.records.kind and not s.how.by_id for s in self.storages) else ()
         """what is to be done where candidates take each other's places"""
+        self._purses = _least(storage.how for storage in self.storages)
         first = self.storages[0]
         stds = [2 * math.sqrt(3) * storage.table.init_std for storage in self.storages]
         self._widths = torch.tensor(stds).to(first.device)
@@ -59,14 +71,16 @@ class DeviceLocator:
         locate: Any = first.kernels.locate_all
         directories = self.directories
         if not insert:
-            locate(request, directories, slots, phases=(FIND,), step=0, wrong=wrong)
+            locate(request, directories, slots, phases=(FIND,), step=0, wrong=wrong, resolves=True)
             return slots
         for storage in self.storages:
             storage.tick()
         step, follows = first._clock, self._follows
-        if not any(storage.affords_rows for storage in self.storages):
+        if not any(purse.left >= (early if purse.early else later) for purse, later, early in self._purses):
             phases = (FIND, *self._newcomers) if follows else (FIND,)
-            locate(request, directories, slots, phases=phases, step=step, at_once=follows, wrong=wrong, counted=True)
+            locate(
+                request, directories, slots, phases=phases, step=step, at_once=follows, wrong=wrong, counted=True, resolves=True
+            )  # fmt: skip
             return slots
         owners = torch.empty(request.ids.numel(), dtype=torch.int32, device=first.device)
         locate(request, directories, slots, phases=(FIND,), step=step, owners=owners, wrong=wrong, counted=True)

@@ -28,7 +28,19 @@ from .layout import Layout, layout_of
 from .lookup import note
 from .optimizers import state_width
 from .random import row_key
-from .records import CLASS_FIELDS, DIM_OF, GROUP, LIVE, STATE, UTILITY, WIDTH, live_columns, record_of, words_of
+from .records import (
+    CLASS_FIELDS,
+    DIM_OF,
+    GROUP,
+    LIVE,
+    STATE,
+    UTILITY,
+    WIDTH,
+    live_columns,
+    record_of,
+    resolve_rows,
+    words_of,
+)
 from .rows import FIELDS, SLAB_FIELDS, rows_in_tile
 
 DIRECTORY_FIELDS: tl.constexpr = tl.constexpr(13)
@@ -71,12 +83,14 @@ class Directories:
 
 @triton.jit(do_not_specialize=["size", "count", "batch_features", "step", "turn"])
 def locate_ids(
-    places, features, directories, ids, slots, offsets, owners, wrong, waiting, counters, size, count, batch_features, step, turn,
+    places, features, directories, ids, slots, offsets, owners, wrong, waiting, resolved, tables, classes, addresses, counters,
+    size, count, batch_features, step, turn,
     COUNT: tl.constexpr, IDS: tl.constexpr, WAYS: tl.constexpr, PHASE: tl.constexpr, AT_ONCE: tl.constexpr,
-    OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr, LISTED: tl.constexpr,
+    OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr, LISTED: tl.constexpr, RESOLVED: tl.constexpr,
 ):  # fmt: skip
     """A program takes IDS positions of the batch, feature by feature where they belong to several. `owners` ← the table of ids
-    without a row, or -1. `waiting` ← table << 32 | position of newcomers, which are few, in any order."""
+    without a row, or -1. `waiting` ← table << 32 | position of newcomers, which are few, in any order. `resolved` ← where rows
+    lie, see resolve_slots."""
     if COUNTED:
         if tl.program_id(0) == 0:  # of the step before, and of the next
             tl.store(counters + (1 - turn), 0)
@@ -114,6 +128,9 @@ def locate_ids(
                 counter = tl.load(own + 12).to(tl.pointer_type(tl.int64))
                 tl.atomic_add(counter, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
                 tl.atomic_add(counter + 1, tl.sum(missing.to(tl.int64), 0), sem="relaxed")
+            if RESOLVED:
+                found = resolve_rows(tables, table, classes, addresses, slot, inside)
+                tl.store(resolved + positions, found, mask=here)
             if OWNED:
                 tl.store(owners + positions, tl.where(missing, table, -1).to(tl.int32), mask=here)
             if AT_ONCE:
@@ -191,16 +208,21 @@ def locate_all(
     owners: Tensor | None = None,
     wrong: Tensor | None = None,
     counted: bool = False,
+    resolves: bool = False,
 ) -> None:
     """Fills the slots of all ids. `owners` (int32, like ids) ← the table of every id that has no row, or -1. Ids outside a table
-    are left in `wrong`, see lookup. `counted`: ids are counted, and those without a row. Waits for nothing."""
+    are left in `wrong`, see lookup. `counted`: ids are counted, and those without a row. `resolves`: where rows lie is left in
+    the request, for the lookup. Waits for nothing."""
     layout, count = layout_of(request), request.ids.numel()
     waiting = torch.empty_like(slots) if CHOOSE in phases else None
+    if resolves:
+        request.resolved = torch.empty_like(slots)
     if counted:  # a step begins
         directories.turn = 1 - directories.turn
     arguments = (
         layout.places, layout.features, directories.fields, request.ids, slots, request.offsets, owners, wrong, waiting,
-        directories.counters, request.size, count, layout.batch_features, step, directories.turn,
+        request.resolved, layout.tables, layout.classes, layout.slabs, directories.counters, request.size, count,
+        layout.batch_features, step, directories.turn,
     )  # fmt: skip
     noted = wrong is not None and directories.bounded
     whole = aligned(request.ids, request.offsets)
@@ -222,8 +244,9 @@ def locate_all(
             noted,
             counted,
             waiting is not None,
+            resolves,
         )
-        key = (phase, at_once, owners is None, wrong is None, noted, counted, waiting is None, whole)
+        key = (phase, at_once, owners is None, wrong is None, noted, counted, waiting is None, resolves, whole)
         launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..request import Request
 from .launch import aligned, ceil_div, launch
 from .layout import Layout
-from .records import CLASS_FIELDS, WIDTH, live_columns, mask_at, record_of, words_before
+from .records import live_columns, mask_at, resolve_rows, words_before
 from .rows import FIELDS, find_last, rows_in_tile, write_bags
 
 IDS = 512
@@ -35,17 +35,9 @@ def resolve_slots(
         feature_end = tl.min(tl.where(number == index, ends, 9223372036854775807), 0)
         here = (positions >= begin) & (positions < tl.minimum(feature_end, end))
         f = tl.load(places + index)
-        table = tables + tl.load(features + tl.maximum(f, 0) * FIELDS) * FIELDS
-        first_class, slab_log2, rows, class_bits = (
-            tl.load(table),
-            tl.load(table + 1),
-            tl.load(table + 2),
-            tl.load(table + 6),
-        )
-        known = here & (slot >= 0) & (slot < tl.where(f >= 0, rows, 0))
-        kind, record = record_of(classes, addresses, first_class, class_bits, slab_log2, tl.where(known, slot, 0))
-        width = tl.load(classes + kind * CLASS_FIELDS + WIDTH)
-        found = tl.where(known & (width > 0), (width << 48) | record, 0)
+        table = tl.load(features + tl.maximum(f, 0) * FIELDS)
+        wanted = here & ((f + tl.zeros_like(positions)) >= 0)
+        found = resolve_rows(tables, table, classes, addresses, slot, wanted)
         tl.store(resolved + positions, found, mask=here)
         begin = feature_end
 
@@ -146,6 +138,9 @@ def look_up_narrow(
 
 def resolve(request: Request, layout: Layout, slots: Tensor) -> Tensor:
     """Where the row of each slot lies, and how wide it is."""
+    if request.resolved is not None:
+        resolved, request.resolved = request.resolved, None
+        return resolved
     resolved, count = torch.empty_like(slots), slots.numel()
     arguments = (
         layout.places, layout.features, layout.tables, layout.classes, layout.slabs, slots, request.offsets, resolved,

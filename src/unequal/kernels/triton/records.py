@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .optimizers import state_width
+from .rows import FIELDS
 
 CLASS_FIELDS: tl.constexpr = tl.constexpr(10)
 # Of a class: values of its rows; in words where their states, utility and mask begin, and their size; its first slab; the number
@@ -31,6 +32,17 @@ def record_of(classes, addresses, first_class, class_bits, slab_log2, slots):
     field = classes + kind * CLASS_FIELDS
     base = tl.load(addresses + tl.load(field + FIRST_SLAB) + slab)
     return kind, base + within * tl.load(field + WORDS) * 4
+
+
+@triton.jit
+def resolve_rows(tables, table, classes, addresses, slots, wanted):
+    """Of slots of one table that are wanted: width << 48 | address of the record; 0 where there is no row."""
+    own = tables + table * FIELDS
+    first_class, slab_log2, rows, class_bits = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 6)
+    known = wanted & (slots >= 0) & (slots < rows)
+    kind, record = record_of(classes, addresses, first_class, class_bits, slab_log2, tl.where(known, slots, 0))
+    width = tl.load(classes + kind * CLASS_FIELDS + WIDTH)
+    return tl.where(known & (width > 0), (width << 48) | record, 0)
 
 
 @triton.jit
