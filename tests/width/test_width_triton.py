@@ -69,7 +69,7 @@ def test_a_table_by_itself_and_all_at_once_are_the_same(monkeypatch, rows, budge
     width = uq.Width(budget=budget, every=10**6)
     together, apart = embeddings(width, rows=rows), embeddings(width, rows=rows)
     assert together._storages["first"].how.by_id == (rows == 60)
-    data = list(batches(4, size=12, rows=rows))
+    data = list(batches(4, size=60, rows=rows))  # so many that several programs list newcomers
 
     def one_by_one(request, insert, wrong):
         slots = torch.full_like(request.ids, -1)

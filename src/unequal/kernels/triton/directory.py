@@ -54,8 +54,14 @@ def slots_of_short(memory, capacity, ids, wanted):
     entry = tl.load(entries + at, mask=wanted, other=-1)
     pending = (entry != -1) & (((entry >> 32) & 0xFFFFFFFF) != ids)
     while _any(pending):
+        # Two at a time: one of them is hardly ever enough for all ids of a warp.
         at = _next(at, capacity)
-        entry = tl.where(pending, tl.load(entries + at, mask=pending, other=-1), entry)
+        first = tl.load(entries + at, mask=pending, other=-1)
+        at = _next(at, capacity)
+        second = tl.load(entries + at, mask=pending, other=-1)
+        entry = tl.where(pending, first, entry)
+        pending = (entry != -1) & (((entry >> 32) & 0xFFFFFFFF) != ids)
+        entry = tl.where(pending, second, entry)
         pending = (entry != -1) & (((entry >> 32) & 0xFFFFFFFF) != ids)
     return tl.where(entry == -1, -1, entry & 0xFFFFFFFF)
 
@@ -240,13 +246,21 @@ def known_candidates(
     keys, utilities, stamps, newcomers, buckets, each, step, class_bits, ids, missing, WAYS: tl.constexpr
 ):
     """The slots of candidates, which are stamped; -1 of others, of which each bucket notes the smallest id."""
+    tl.static_assert(WAYS <= 8)
     bucket = spread_over(ids, buckets)
     slots = tl.full(ids.shape, -1, tl.int64)
+    # All ids of a bucket are read at once. A place that is free may have kept the id of who was there.
+    alike = tl.zeros(ids.shape, tl.int32)
     for way in tl.static_range(WAYS):
-        place = bucket * WAYS + way
-        found = missing & (tl.load(keys + place, mask=missing, other=0) == ids)
-        found = found & (tl.load(utilities + place * each, mask=found, other=-1.0) >= 0)
+        same = tl.load(keys + bucket * WAYS + way, mask=missing, other=0) == ids
+        alike = alike | tl.where(missing & same, 1 << way, 0)
+    while _any(alike):
+        lowest = alike & -alike
+        place = bucket * WAYS + tl.where((lowest & 0xAA) != 0, 1, 0)
+        place += tl.where((lowest & 0xCC) != 0, 2, 0) + tl.where((lowest & 0xF0) != 0, 4, 0)
+        found = (alike != 0) & (tl.load(utilities + place * each, mask=alike != 0, other=-1.0) >= 0)
         slots = tl.where(found, place << class_bits, slots)
+        alike = tl.where(found, 0, alike ^ lowest)
     tl.store(stamps + (slots >> class_bits), tl.zeros_like(ids).to(tl.int32) + step, mask=slots >= 0)
     tl.atomic_min(newcomers + bucket, ids, mask=missing & (slots < 0), sem="relaxed")
     return slots

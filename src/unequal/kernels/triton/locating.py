@@ -46,12 +46,17 @@ from .rows import FIELDS, SLAB_FIELDS, rows_in_tile
 DIRECTORY_FIELDS: tl.constexpr = tl.constexpr(13)
 IDS = 64
 """ids of a program of locate_ids, a warp: all of them wait for the one that is searched for longest"""
+REGISTERS = 64
+"""of its threads: with them as many programs as a processor takes, 32, fit on it"""
 TILE = 512
 FIND, FOLLOW, CHOOSE, ENTER = 0, 1, 2, 3
 """what a launch does: find rows (and candidates at once, where nothing comes between), candidates, places of newcomers, and
 writing these down"""
-SETTLERS = 16 * 132 if not INTERPRETED else 2
-"""programs of settle_newcomers, which take these in turn"""
+LISTS, SETTLERS = (64, 33) if not INTERPRETED else (2, 1)
+"""lists of newcomers: at the end of one alone programs of locate_ids would wait for each other; and programs of settle_newcomers
+for each list, which take these in turn"""
+APART: tl.constexpr = tl.constexpr(8)
+"""how far apart the lists' lengths lie"""
 
 
 class Directories:
@@ -76,8 +81,8 @@ class Directories:
             first += count * 8
         self.fields = torch.tensor(fields, dtype=torch.int64).to(device)
         self.bounded = any(directory.bound is not None for directory, *_ in tables)
-        self.counters = torch.zeros(2, dtype=torch.int32, device=device)
-        """how many ids are neither rows nor candidates: of this step, and of the one before, in turn"""
+        self.counters = torch.zeros(2, LISTS, APART.value, dtype=torch.int32, device=device)
+        """how many ids are neither rows nor candidates, by list: of this step, and of the one before, in turn"""
         self.turn = 0
 
 
@@ -87,18 +92,25 @@ def locate_ids(
     size, count, batch_features, step, turn,
     COUNT: tl.constexpr, IDS: tl.constexpr, WAYS: tl.constexpr, PHASE: tl.constexpr, AT_ONCE: tl.constexpr,
     OWNED: tl.constexpr, NOTED: tl.constexpr, COUNTED: tl.constexpr, LISTED: tl.constexpr, RESOLVED: tl.constexpr,
+    LISTS: tl.constexpr,
 ):  # fmt: skip
     """A program takes IDS positions of the batch, feature by feature where they belong to several. `owners` ← the table of ids
-    without a row, or -1. `waiting` ← table << 32 | position of newcomers, which are few, in any order. `resolved` ← where rows
-    lie, see resolve_slots."""
+    without a row, or -1. `waiting` ← table << 32 | position of newcomers, which are few, in lists, in any order. `resolved` ←
+    where rows lie, see resolve_slots."""
     if COUNTED:
         if tl.program_id(0) == 0:  # of the step before, and of the next
-            tl.store(counters + (1 - turn), 0)
+            tl.store(counters + ((1 - turn) * LISTS + tl.arange(0, LISTS)) * APART, tl.zeros((LISTS,), tl.int32))
+    which = tl.program_id(0) % LISTS
+    counter_of_list = counters + (turn * LISTS + which) * APART
+    waiting_list = waiting
+    if LISTED:
+        waiting_list = waiting + room_of_list(tl.num_programs(0), IDS, LISTS) * which
     begin = tl.program_id(0).to(tl.int64) * IDS
     positions = begin + tl.arange(0, IDS)
     end = tl.minimum(begin + IDS, count)
     number = tl.arange(0, COUNT)
     ends = tl.load(offsets + (number.to(tl.int64) + 1) * size, mask=number < batch_features, other=9223372036854775807)
+    all_ids = tl.load(ids + positions, mask=positions < end, other=0)
     while begin < end:
         index = tl.sum((ends <= begin).to(tl.int32), 0).to(tl.int64)
         feature_end = tl.min(tl.where(number == index, ends, 9223372036854775807), 0)
@@ -115,7 +127,7 @@ def locate_ids(
         buckets, each, bits = tl.load(own + 7), tl.load(own + 8), tl.load(own + 9)
         class_bits, followed = bits & 255, bits >> 8
         now = (tl.load(own + 10) + step).to(tl.int32)
-        id_ = tl.load(ids + positions, mask=read, other=0)
+        id_ = tl.where(read, all_ids, 0)
         inside = read & (id_ >= 0) & (id_ < tl.load(own + 11))
         if tl.load(own + 11) == 9223372036854775807:
             inside = read
@@ -141,7 +153,7 @@ def locate_ids(
                             keys, utilities, stamps, newcomers, buckets, each, now, class_bits, id_, missing, WAYS
                         )  # fmt: skip
                         if LISTED:
-                            list_newcomers(waiting, counters + turn, table, positions, missing & (candidate < 0))
+                            list_newcomers(waiting_list, counter_of_list, table, positions, missing & (candidate < 0))
                     slot = tl.where(missing, candidate, slot)
             tl.store(slots + positions, tl.where(inside, slot, -1), mask=here)
         else:
@@ -155,8 +167,13 @@ def locate_ids(
                 )  # fmt: skip
                 tl.store(slots + positions, slot, mask=missing)
                 if LISTED:
-                    list_newcomers(waiting, counters + turn, table, positions, missing & (slot < 0))
+                    list_newcomers(waiting_list, counter_of_list, table, positions, missing & (slot < 0))
         begin = feature_end
+
+
+@triton.jit
+def room_of_list(programs, IDS: tl.constexpr, LISTS: tl.constexpr):
+    return ((programs + LISTS - 1) // LISTS).to(tl.int64) * IDS
 
 
 @triton.jit
@@ -167,16 +184,19 @@ def list_newcomers(waiting, counter, table, positions, new):
         tl.store(waiting + first + tl.cumsum(new.to(tl.int32), 0) - 1, (table << 32) | positions, mask=new)
 
 
-@triton.jit(do_not_specialize=["step", "turn"])
+@triton.jit(do_not_specialize=["programs", "step", "turn"])
 def settle_newcomers(
-    directories, ids, slots, waiting, counters, step, turn, IDS: tl.constexpr, WAYS: tl.constexpr, ENTER: tl.constexpr
-):
-    """Chooses places for those that were listed, or writes them down there."""
-    count = tl.load(counters + turn)
-    for first in range(tl.program_id(0) * IDS, count, tl.num_programs(0) * IDS):
+    directories, ids, slots, waiting, counters, programs, step, turn, IDS: tl.constexpr, WAYS: tl.constexpr,
+    ENTER: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
+    """Chooses places for those that were listed by so many programs, or writes them down there."""
+    which = tl.program_id(0) % LISTS
+    count = tl.load(counters + (turn * LISTS + which) * APART)
+    waiting_list = waiting + room_of_list(programs, IDS, LISTS) * which
+    for first in range(tl.program_id(0) // LISTS * IDS, count, tl.num_programs(0) // LISTS * IDS):
         i = first + tl.arange(0, IDS)
         here = i < count
-        entry = tl.load(waiting + i, mask=here, other=0)
+        entry = tl.load(waiting_list + i, mask=here, other=0)
         own, position = directories + (entry >> 32) * DIRECTORY_FIELDS, entry & 0xFFFFFFFF
         keys = tl.load(own + 3).to(tl.pointer_type(tl.int64))
         utilities = tl.load(own + 4).to(tl.pointer_type(tl.float32))
@@ -214,7 +234,11 @@ def locate_all(
     are left in `wrong`, see lookup. `counted`: ids are counted, and those without a row. `resolves`: where rows lie is left in
     the request, for the lookup. Waits for nothing."""
     layout, count = layout_of(request), request.ids.numel()
-    waiting = torch.empty_like(slots) if CHOOSE in phases else None
+    programs = ceil_div(count, IDS)
+    each_list = ceil_div(programs, LISTS)
+    waiting = None
+    if CHOOSE in phases:
+        waiting = torch.empty(each_list * IDS * LISTS, dtype=torch.int64, device=slots.device)
     if resolves:
         request.resolved = torch.empty_like(slots)
     if counted:  # a step begins
@@ -229,9 +253,9 @@ def locate_all(
     for phase in phases:
         if phase in (CHOOSE, ENTER):
             launch(
-                layout.compiled, (phase, whole), settle_newcomers, min(SETTLERS, ceil_div(count, IDS)),
-                (directories.fields, request.ids, slots, waiting, directories.counters, step, directories.turn),
-                (IDS, WAYS, phase == ENTER),
+                layout.compiled, (phase, whole), settle_newcomers, min(SETTLERS, each_list) * LISTS,
+                (directories.fields, request.ids, slots, waiting, directories.counters, programs, step, directories.turn),
+                (IDS, WAYS, phase == ENTER, LISTS),
             )  # fmt: skip
             continue
         constants = (
@@ -245,9 +269,10 @@ def locate_all(
             counted,
             waiting is not None,
             resolves,
+            LISTS,
         )
         key = (phase, at_once, owners is None, wrong is None, noted, counted, waiting is None, resolves, whole)
-        launch(layout.compiled, key, locate_ids, ceil_div(count, IDS), arguments, constants, warps=1)
+        launch(layout.compiled, key, locate_ids, programs, arguments, constants, warps=1, registers=REGISTERS)
 
 
 @triton.jit(do_not_specialize=["count"])
