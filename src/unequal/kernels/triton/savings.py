@@ -14,7 +14,7 @@ from torch import Tensor
 from .launch import alignments, launch, power_of_two
 
 TILE = 8192
-"""values that a program, of 8 warps, holds"""
+"""values that a program, of 16 warps, holds"""
 COMPILED: dict[Hashable, Any] = {}
 """see launch"""
 PLACES: dict[Hashable, Tensor] = {}
@@ -31,32 +31,36 @@ def add_products(
     values, gradient, places, sums, columns, stride, count, features, factor, square_factor, LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up one feature, its lines in order. The products of so many lines are summed in float32 before they are
-    added in float64."""
+    """A program adds up one feature, its lines in order: in float32 those that are so many lines apart, then all of them in
+    float64."""
     f = tl.program_id(0)
     first, dim = tl.load(places + f * 2), tl.load(places + f * 2 + 1)
     column = tl.arange(0, BLOCK)
-    added = tl.zeros((BLOCK,), tl.float64)
-    squares = tl.zeros((BLOCK,), tl.float64)
-    whole = tl.full((), 0.0, tl.float64)
-    whole_squares = tl.full((), 0.0, tl.float64)
+    added = tl.zeros((LINES, BLOCK), tl.float32)
+    squares = tl.zeros((LINES, BLOCK), tl.float32)
+    wholes = tl.zeros((LINES,), tl.float32)
+    whole_squares = tl.zeros((LINES,), tl.float32)
     for begin in range(0, count, LINES):
         line = (begin + tl.arange(0, LINES)).to(tl.int64)[:, None]
         here = (line < count) & (column < dim)[None, :]
         own = tl.load(values + line * columns + first + column[None, :], mask=here, other=0.0).to(tl.float32)
         upstream = tl.load(gradient + line * stride + first + column[None, :], mask=here, other=0.0).to(tl.float32)
         products = own * upstream
+        added += products
+        squares += products * products
         of_lines = tl.sum(products, 1)
-        added += tl.sum(products, 0).to(tl.float64)
-        squares += tl.sum(products * products, 0).to(tl.float64)
-        whole += tl.sum(of_lines, 0).to(tl.float64)
-        whole_squares += tl.sum(of_lines * of_lines, 0).to(tl.float64)
+        wholes += of_lines
+        whole_squares += of_lines * of_lines
+    all_added, all_squares = tl.sum(added.to(tl.float64), 0), tl.sum(squares.to(tl.float64), 0)
+    whole, whole_square = tl.sum(wholes.to(tl.float64), 0), tl.sum(whole_squares.to(tl.float64), 0)
     to, to_squares = sums + f, sums + features + columns + f
     tl.store(to, tl.load(to) + finite(whole * factor))
-    tl.store(to_squares, tl.load(to_squares) + finite(whole_squares * square_factor))
+    tl.store(to_squares, tl.load(to_squares) + finite(whole_square * square_factor))
     to, to_squares = sums + features + first + column, sums + columns + features * 2 + first + column
-    tl.store(to, tl.load(to, mask=column < dim) + finite(added * factor), mask=column < dim)
-    tl.store(to_squares, tl.load(to_squares, mask=column < dim) + finite(squares * square_factor), mask=column < dim)
+    tl.store(to, tl.load(to, mask=column < dim) + finite(all_added * factor), mask=column < dim)
+    tl.store(
+        to_squares, tl.load(to_squares, mask=column < dim) + finite(all_squares * square_factor), mask=column < dim
+    )
 
 
 def count_savings(
@@ -76,5 +80,5 @@ def count_savings(
         COMPILED, (block, values.dtype, gradient.dtype, *alignments(values, gradient), values.device), add_products,
         len(dims),
         (values, gradient, places, sums, columns, gradient.stride(0), lines, len(dims), factor, square_factor),
-        (max(1, TILE // block), block), warps=8,
+        (max(1, TILE // block), block), warps=16,
     )  # fmt: skip

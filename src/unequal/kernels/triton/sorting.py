@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import DataError
 from ..request import Request
 from .launch import aligned, ceil_div, launch, power_of_two
-from .layout import Layout, layout_of
+from .layout import Layout
 from .records import CLASS_FIELDS, WIDTH, record_of
 from .rows import FIELDS, slab_of
 
@@ -223,11 +223,12 @@ def row_places(first_keys, tables, keys, wanted, COUNT: tl.constexpr):
     return tl.where(known, ((tl.load(table, mask=wanted, other=0) + slab) << 48) + place, -1)
 
 
-def sort(request: Request, clock: Tensor, used: Tensor | None, columns: int, unit: int) -> Sorted:
+def sort(
+    request: Request, layout: Layout, clock: Tensor, used: Tensor | None, columns: int, unit: int
+) -> Sorted:  # fmt: skip
     """`used` (on the device, one per feature): which features have a gradient; all where it is not given. `columns`: of the
     pooled gradient, which may have more than this request's features. Advances the clock's step, as this is where an update
     begins."""
-    layout = layout_of(request)
     count, device = request.ids.numel(), layout.device
     if count >= 2**31:
         raise DataError(

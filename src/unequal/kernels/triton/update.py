@@ -236,17 +236,16 @@ def _apply(
     dtype = given[0].dtype if len({part.dtype for part in given}) == 1 else torch.float32
     pooled, sequences = _readable(pooled, dtype), [_readable(part, dtype) for part in sequences]
     gradients = next(part for part in (pooled, *sequences) if part is not None and part.numel())
-    parts = [sequences[spec.place] if spec.pooling is None else pooled for spec in request.features]
     columns = layout.columns if pooled is None else pooled.shape[1]
-    unit, firsts = math.gcd(layout.unit, columns, *layout.record_units), None
+    unit, firsts, used = math.gcd(layout.unit, columns, *layout.record_units), None, None
     if layout.has_sequences:  # their gradients are tensors of their own
+        parts = [sequences[spec.place] if spec.pooling is None else pooled for spec in request.features]
         size = unit * gradients.element_size()
         starts = tuple(0 if part is None else (part.data_ptr() - gradients.data_ptr()) // size for part in parts)
         firsts = layout.on_device(starts)
-    used = None
-    if any(part is None for part in parts):
-        used = layout.on_device(tuple(int(part is not None) for part in parts))
-    work = sort(request, clock, used, columns, unit)
+        if any(part is None for part in parts):
+            used = layout.on_device(tuple(int(part is not None) for part in parts))
+    work = sort(request, layout, clock, used, columns, unit)
     count, slabs, compiled = request.ids.numel(), layout.slabs.shape[1], layout.compiled
     room = (count // sorting.PIECE + 1) * 2 * layout.widest
     partial = torch.empty(room, dtype=torch.float32, device=layout.device)
@@ -317,5 +316,6 @@ def _readable(part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Contiguous and on a 16-byte border, as the kernels read gradients."""
     if part is None:
         return None
-    part = part.to(dtype).contiguous()
+    if part.dtype != dtype or not part.is_contiguous():
+        part = part.to(dtype).contiguous()
     return part if part.data_ptr() % 16 == 0 else part.clone()
