@@ -72,7 +72,10 @@ def tables_of(study: Study, job: Job) -> uq.Embeddings:
         {name: uq.Feature(tables[table], pooling="mean") for name, table in study.features.items()},
         optimizer=optimizer_of(job.setting),
         seed=job.seed,
-        width=uq.Width(budget=job.keep, policy=job.method, every=study.every) if job.method in POLICIES else None,
+        # Rates are tuned for each share: they are taken as they are.
+        width=uq.Width(budget=job.keep, policy=job.method, every=study.every, rate=1)
+        if job.method in POLICIES
+        else None,
     )
 
 

@@ -20,6 +20,8 @@ class Optimizer:
     state: ClassVar[tuple[tuple[str, Per], ...]] = ()
     squares: ClassVar[int] = -1
     """which state has squares of gradients, of every value or of the row on average; -1: none has"""
+    measured: ClassVar[bool] = False
+    """whether gradients are measured by those before, so that a value's step is about as long whatever they are"""
 
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -54,6 +56,7 @@ class Adagrad(Optimizer):
     code: ClassVar[int] = 1
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("sum", "value"),)
     squares: ClassVar[int] = 0
+    measured: ClassVar[bool] = True
     eps: float = 1e-8
 
     def hyperparameters(self) -> tuple[float, float, float, float]:
@@ -67,6 +70,7 @@ class RowWiseAdagrad(Optimizer):
     code: ClassVar[int] = 2
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("sum", "row"),)
     squares: ClassVar[int] = 0
+    measured: ClassVar[bool] = True
     eps: float = 1e-8
 
     def hyperparameters(self) -> tuple[float, float, float, float]:
@@ -80,6 +84,7 @@ class Adam(Optimizer):
     code: ClassVar[int] = 3
     state: ClassVar[tuple[tuple[str, Per], ...]] = (("first", "value"), ("second", "value"))
     squares: ClassVar[int] = 1
+    measured: ClassVar[bool] = True
     lr: float = 0.001
     beta1: float = 0.9
     beta2: float = 0.999
@@ -102,6 +107,7 @@ class LAMB(Adam):
     """r = m̂ / (√v̂ + eps) + decay·w;  w ← w − lr·(‖w‖ / ‖r‖)·r, norms per row; where either norm is 0 the ratio is 1"""
 
     code: ClassVar[int] = 5
+    measured: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ def problem_of(**options):
     """Few of many ids are read at first, and then few others."""
     first, second = uq.Table("first", rows=400, dim=8, init_std=0.1), uq.Table("second", rows=300, dim=4, init_std=0.1)
     features = {"a": uq.Feature(first, "mean"), "b": uq.Feature(second, None), "c": uq.Feature(first, "sum")}
-    width = uq.Width(**{"budget": "10%", "every": EVERY, "gradients": "whole", **options})
+    width = uq.Width(**{"budget": "10%", "every": EVERY, "gradients": "whole", "rate": 1.0, **options})
     problem = WidthProblem(features, [], width=width)
     random = np.random.default_rng(0)
     for step in range(BEFORE + AFTER):

@@ -62,7 +62,7 @@ class Tables(RuleBasedStateMachine):
     def make(self):
         table = uq.Table("t", rows=self.rows, dim=DIM)
         width = uq.Width(
-            budget="100 KB", policy=self.policy, chunk=CHUNK, every=NEVER, gradients="whole", state=self.state
+            budget="100 KB", policy=self.policy, chunk=CHUNK, every=NEVER, gradients="whole", state=self.state, rate=1
         )
         features = {"a": uq.Feature(table, pooling=None), "b": uq.Feature(table, pooling=None)}
         return uq.Embeddings(features, optimizer=uq.Adagrad(lr=LR), width=width)

@@ -35,7 +35,7 @@ def test_it_is_a_plain_table_of_that_dim():
         features = {name: uq.Feature(table, pooling=how) for name, how in (("a", "sum"), ("b", None), ("c", "mean"))}
         return uq.Embeddings(features, optimizer=uq.RowWiseAdagrad(lr=0.1), width=width)
 
-    narrow, plain = made(uq.Width(budget="800 b"), 8), made(None, 3)
+    narrow, plain = made(uq.Width(budget="800 b", rate=1), 8), made(None, 3)
     assert narrow.memory() == plain.memory()
     for batch in batches(6, rows=50):
         found, wanted = narrow(batch), plain(batch)

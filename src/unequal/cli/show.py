@@ -112,6 +112,9 @@ def width_rows(width: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("  mean width of these", f"{width['mean_width']:.0%}"))
     if width.get("uniform"):
         rows.append(("  uniform: all of the same", f"{len(width['uniform']):,} tables"))
+    if (rates := width.get("rates", {}).values()) and max(rates) != 1:
+        least, most = (f"{rate:.1f}×" for rate in (min(rates), max(rates)))
+        rows.append(("tables' learning rate", most if least == most else f"{least} to {most}"))
     rows.append(("rounds", f"{width['rounds']:,}"))
     if width["rounds"]:
         rows += [("  values pruned", f"{width['pruned']:,}"), ("  values regained", f"{width['regained']:,}")]

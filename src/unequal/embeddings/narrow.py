@@ -39,6 +39,11 @@ class NarrowTables(nn.Module):
         """What every round of widths did; none where all rows are whole."""
         return [] if self._rounds is None else self._rounds.reports
 
+    @property
+    def width_rates(self) -> dict[str, float]:
+        """By table, what its learning rate is multiplied by; see Width.rate. None where all rows are whole."""
+        return {} if self._rounds is None else dict(self._rounds.rates)
+
     def tables_filled(
         self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
         shown: Mapping[str, Any] | None = None,

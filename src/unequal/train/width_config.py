@@ -55,6 +55,9 @@ class WidthConfig:
     state: str | None = None
     """What the optimizer knows of chunks that a row gets beside those it has: nothing ("fresh"), or some of what it knows of the
     others ("row"). Left out: "row" with water-filling, otherwise "fresh"."""
+    rate: float | None = None
+    """What the tables' learning rates are multiplied by: those of whole tables are too low for narrow ones. Left out: 1 / √(the
+    share of the values that is kept), at most 4, with AdaGrad and Adam; 1 with other optimizers."""
     gradients: str = _default("gradients")
     """Several ranks: gradients travel to the owners of narrow rows as narrow as these, with one number for the rest ("norms"), or
     "whole"."""

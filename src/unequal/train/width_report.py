@@ -136,6 +136,7 @@ def width_report(embeddings: Embeddings, mesh: Mesh, folder: Path, steps: int) -
         "budget_bytes": budget.size,
         "table_budgets": sorted(embeddings.width.tables),
         "uniform": _uniform(embeddings, mesh),
+        "rates": embeddings.width_rates,
         **held.metrics(),
         "full_bytes": held.full_bytes,
         "full_values": held.full_values,

@@ -82,6 +82,10 @@ class Width:
     rows do, and in their first step move by the whole learning rate. "row": squares of gradients (AdaGrad, Adam) begin as a fifth
     of the largest of the row's others; one number for the row, an average, counts them with a fifth of itself, where otherwise it
     stays. Without it as the policy does: "row" with water-filling"""
+    rate: float | None = None
+    """what the tables' learning rates are multiplied by. Without it by 1 / √(share of the values that is kept), at most 4, with
+    AdaGrad and Adam, row-wise or not: their steps are as long whatever the gradients are, so that what rows say to each other
+    grows the slower the fewer values they have. By 1 with other optimizers, and where the share is not known"""
     gradients: str = "norms"
     """what owners on other ranks are told of the gradients of chunks that a row lacks. "norms": their norm alone, so that
     messages are as narrow as the rows, and a row that several ranks read is worth up to the sum of what it is to each. "whole":
@@ -123,6 +127,8 @@ class Width:
             raise RecipeError("width start", "'small' or 'full'", self.start)
         if self.state not in (None, "fresh", "row"):
             raise RecipeError("width state", "'fresh' or 'row'", self.state)
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise RecipeError("width rate", "a number above 0", self.rate)
         if self.gradients not in ("whole", "norms"):
             raise RecipeError("width gradients", "'whole' or 'norms'", self.gradients)
         if self.ramp < 1:

@@ -88,6 +88,8 @@ class Rounds:
         self.policy: Policy = policy_of(width.policy)
         settling = Settling(width, tables, optimizers, ranks, shares)
         self.groups, self.how = settling.groups, settling.how
+        self.rates = {name: settling.rate(name) for name in tables}
+        """by table, what its learning rate is multiplied by"""
         self.intervals = Intervals.towards(width.every)
         self.reports: list[RoundReport] = []
         self.storages: dict[str, NarrowStorage] = {}

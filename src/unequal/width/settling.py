@@ -31,6 +31,8 @@ FOLLOWED_ROW = 12
 """bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
 WHOLE_FROM = 0.2
 """share of the values that is kept from which rows are whole before the first round, where that helps (see _early)"""
+FASTEST = 4.0
+"""by how much more tables may learn in a step than whole ones, see Settling.rate"""
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
@@ -107,6 +109,37 @@ class Settling:
             groups.append(Group(name, budget, members, full, uniform=self._uniform(budget, members)))
         return groups
 
+    def rate(self, name: str) -> float:
+        """What the learning rate of a table is multiplied by. Where a value's step is about as long whatever the gradient is, a
+        product of two rows with a tenth of the values grows a tenth as fast. With 1 / √kept it grows as that of whole ones does;
+        in short trainings rows would otherwise never begin to learn what they have in common (docs/log.md)."""
+        if self.width.rate is not None:
+            return self.width.rate
+        kept = self._kept(next(group for group in self.groups if name in group.tables))
+        measured = self.optimizers[name].measured
+        return min(FASTEST, 1 / math.sqrt(kept)) if measured and kept is not None else 1.0
+
+    def _kept(self, group: Group) -> float | None:
+        """What share of the values the budget is, about; None where it is not known how many there are."""
+        if group.budget.share is not None:
+            return group.budget.share
+        assert group.budget.size is not None
+        rows = {name: self.rows[name] for name in group.tables}
+        if any(count is None for count in rows.values()):
+            return None
+        if group.uniform:
+            held = sum(
+                (rows[name] or 0) * count * self.width.chunk_of(self.tables[name])
+                for name, count in group.uniform.items()
+            )
+            return held / group.full
+        return min(1.0, group.budget.size / sum((count or 0) * self._whole_row(name) for name, count in rows.items()))
+
+    def _whole_row(self, name: str) -> int:
+        """Bytes that it takes, about."""
+        table = self.tables[name]
+        return table.dim * table.dtype.itemsize + self.optimizers[name].state_bytes_per_row(table.dim) + OVERHEAD
+
     def _uniform(self, budget: Budget, members: list[str]) -> dict[str, int]:
         """Chunks of all rows, where following them would take so much of the bytes that they are better spent on values: as many
         for all as there is room for, then more in small tables first."""
@@ -159,8 +192,7 @@ class Settling:
         else:
             assert group.budget.size is not None
             dims = sum(self.tables[member].dim for member in group.tables)
-            per_row = table.dim * item + optimizer.state_bytes_per_row(table.dim) + OVERHEAD
-            whole = group.budget.size * table.dim / dims / per_row
+            whole = group.budget.size * table.dim / dims / self._whole_row(name)
             known = self.rows[name]
             keep = min(1.0, whole / known) if known is not None else 1.0 / chunks
         full = self.policy.whole or self.width.start == "full"
