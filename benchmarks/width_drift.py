@@ -146,7 +146,7 @@ class Training:
 
     def give(self, widths: dict[str, torch.Tensor]) -> None:
         """Rows are as wide as this from now on."""
-        import torch
+        from unequal.storage import by_class
 
         for storage in self.storages():
             wanted, purse = widths[storage.table.name], storage.how.purse
@@ -154,7 +154,7 @@ class Training:
             storage.locate(wanted.nonzero()[:, 0], insert=True)
             census = storage.census()
             chunks = wanted[census.ids]
-            counts = torch.bincount(chunks.long(), minlength=storage.records.chunks + 1)
+            counts = by_class.counts(chunks, storage.records.chunks, on_device=False)
             storage.prepare(census, chunks, None, counts.tolist())()
             purse.left = 0.0
 

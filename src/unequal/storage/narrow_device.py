@@ -22,8 +22,7 @@ def _least(all_of_them: Iterable[Narrowing]) -> list[tuple[Purse, int, int]]:
     found: dict[int, tuple[Purse, int, int]] = {}
     for how in all_of_them:
         _, later, early = found.get(id(how.purse), (how.purse, 1 << 62, 1 << 62))
-        later, early = min(later, how.start * how.chunk), min(early, max(how.start, how.early) * how.chunk)
-        found[id(how.purse)] = (how.purse, later, early)
+        found[id(how.purse)] = (how.purse, min(later, how.takes_when(False)), min(early, how.takes_when(True)))
     return list(found.values())
 
 

@@ -59,12 +59,19 @@ class Narrowing:
     @property
     def begins(self) -> int:
         """Chunks of a row that is made now."""
-        return max(self.start, self.early) if self.purse.early else self.start
+        return self._begins(self.purse.early)
 
     @property
     def takes(self) -> int:
         """Values of a row that is made now."""
-        return self.begins * self.chunk
+        return self.takes_when(self.purse.early)
+
+    def takes_when(self, early: bool) -> int:
+        """The same before the first round, or after it."""
+        return self._begins(early) * self.chunk
+
+    def _begins(self, early: bool) -> int:
+        return max(self.start, self.early) if early else self.start
 
 
 @dataclass(slots=True)

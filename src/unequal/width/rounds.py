@@ -87,9 +87,7 @@ class Rounds:
         self.totals, self.optimizers = totals, dict(optimizers)
         self.policy: Policy = policy_of(width.policy)
         settling = Settling(width, tables, optimizers, ranks, shares)
-        self.groups, self.how = settling.groups, settling.how
-        self.rates = {name: settling.rate(name) for name in tables}
-        """by table, what its learning rate is multiplied by"""
+        self.groups, self.how, self.rates = settling.groups, settling.how, settling.rates
         self.intervals = Intervals.towards(width.every)
         self.reports: list[RoundReport] = []
         self.storages: dict[str, NarrowStorage] = {}

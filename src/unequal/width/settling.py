@@ -32,7 +32,7 @@ FOLLOWED_ROW = 12
 WHOLE_FROM = 0.2
 """share of the values that is kept from which rows are whole before the first round, where that helps (see _early)"""
 FASTEST = 4.0
-"""by how much more tables may learn in a step than whole ones, see Settling.rate"""
+"""by how much more tables may learn in a step than whole ones, see Settling._rates"""
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
@@ -86,6 +86,8 @@ class Settling:
         self.policy: Policy = policy_of(width.policy)
         self.rows = {name: width.rows_of(table) for name, table in tables.items()}
         self.groups = self._group()
+        self.rates = self._rates()
+        """by table, what its learning rate is multiplied by"""
         self.how = {name: self._narrowing(name) for name in tables}
 
     def _group(self) -> list[Group]:
@@ -109,15 +111,18 @@ class Settling:
             groups.append(Group(name, budget, members, full, uniform=self._uniform(budget, members)))
         return groups
 
-    def rate(self, name: str) -> float:
-        """What the learning rate of a table is multiplied by. Where a value's step is about as long whatever the gradient is, a
+    def _rates(self) -> dict[str, float]:
+        """What the rate of each table is multiplied by. Where a value's step is about as long whatever the gradient is, a
         product of two rows with a tenth of the values grows a tenth as fast. With 1 / √kept it grows as that of whole ones does;
         in short trainings rows would otherwise never begin to learn what they have in common (docs/log.md)."""
         if self.width.rate is not None:
-            return self.width.rate
-        kept = self._kept(next(group for group in self.groups if name in group.tables))
-        measured = self.optimizers[name].measured
-        return min(FASTEST, 1 / math.sqrt(kept)) if measured and kept is not None else 1.0
+            return dict.fromkeys(self.tables, self.width.rate)
+        rates: dict[str, float] = {}
+        for group in self.groups:
+            kept = self._kept(group)
+            faster = 1.0 if kept is None else min(FASTEST, 1 / math.sqrt(kept))
+            rates |= {name: faster if self.optimizers[name].measured else 1.0 for name in group.tables}
+        return rates
 
     def _kept(self, group: Group) -> float | None:
         """What share of the values the budget is, about; None where it is not known how many there are."""
