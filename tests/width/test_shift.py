@@ -155,6 +155,19 @@ def test_what_never_fades_is_not_forgotten():
     assert torch.equal(storage.census().utilities, before)
 
 
+def test_where_nothing_fades_nothing_is_forgotten_at_a_shift():
+    """What values save neither: it is for what rows are worth."""
+    module = embeddings(uq.Width(budget="5%", every=96, decay=1.0))
+    train(module, batches(384))
+    rounds = module._rounds
+    known = {name: (known.steps, known.held.copy()) for name, known in rounds.savings.known.items()}
+    worth = {name: storage.census().utilities for name, storage in module._storages.items()}
+    rounds._forget()
+    for name, (steps, held) in known.items():
+        assert rounds.savings.known[name].steps == steps and (rounds.savings.known[name].held == held).all()
+        assert torch.equal(module._storages[name].census().utilities, worth[name])
+
+
 def test_after_a_shift_rows_are_soon_as_wide_as_they_are_popular_now(monkeypatch):
     """As what they were worth before counts for little. What rows save is forgotten alike."""
 

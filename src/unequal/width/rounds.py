@@ -191,7 +191,7 @@ class Rounds:
         """Who was popular is not any more: most of what rows seem to be worth is that of other times."""
         for storage in self.storages.values():
             storage.forget(FORGET)
-        if self.savings is not None and self.policy.fades:
+        if self.savings is not None and self.width.decay < 1:  # as rows do
             self.savings.forget(FORGET)
 
     def is_round(self, step: int) -> bool:
