@@ -116,6 +116,22 @@ def test_a_share_of_unbounded_ids(made: Path, tmp_path: Path, capsys: pytest.Cap
     assert plan_recipe(recipe, world=2).tables.keys() == rows.keys(), "a plan takes about how many there are"
 
 
+def test_tables_of_which_few_rows_are_read(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The share is of what is declared, so that all rows that are read may be whole in it; then they learn as whole ones do."""
+    run = tmp_path / "run"
+    many = [f"tables.C{number + 1}.rows={rows}" for number, rows in enumerate(cardinalities(CONFIG))]
+    many[2] = "tables.C3.rows=5000"
+    recipe = recipe_of(made, run, *many, "width.budget=10%", "run.steps=20", "run.checkpoint_every=20")
+    report = train(recipe)
+    assert "ids were counted: 255 of 'C3' (5,000 rows)" in " ".join(capsys.readouterr().out.split())
+    assert load_run(run).width.rows == {"C3": 255}, "of the others all are read"
+    width = report.width
+    assert set(width["rates"].values()) == {1.0} and width["mean_width"] == 1
+    assert width["full_rows"] == sum(cardinalities(CONFIG)[:2]) + 5000 and width["kept"] < 0.1
+    train(replace(load_run(run), run=replace(load_run(run).run, steps=30)), resume=run)
+    assert "counted" not in capsys.readouterr().out
+
+
 def training_batches(recipe):
     with Ranks("cpu") as ranks:
         data = open_data(recipe, ranks.mesh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,13 +75,10 @@ class Embeddings(NarrowTables):
                 raise RecipeError(f"table '{known.name}'", "one definition", f"two: {known} and {feature.table}")
         # On 'meta' there is no memory and nothing to compute: such a module is there to be sharded.
         self.optimizers = {name: table.optimizer or self.optimizer for name, table in self.tables.items()}
-        """of every table: its own, or the module's; inside a width budget with another rate"""
+        """of every table: its own, or the module's; inside a width budget tables learn by another rate, see width/rates.py"""
         self._kernels = backend("cpu" if self.device.type == "meta" else self.device)
         self.width = width
         self._rounds = None if width is None else self._make_rounds(width)
-        if self._rounds is not None:
-            rates = self._rounds.rates
-            self.optimizers = {name: replace(own, lr=own.lr * rates[name]) for name, own in self.optimizers.items()}
         self._storages = {} if self.device.type == "meta" else self._make_storages()
         if self._rounds is not None:
             self._rounds.attach(self._narrow_storages())

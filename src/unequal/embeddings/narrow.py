@@ -14,7 +14,7 @@ from ..storage.narrow import NarrowStorage
 from ..width import RoundReport, Rounds
 from ..width.savings import Sampled
 
-SHOWN = ("reads", "savings")
+SHOWN = ("reads", "savings", "rates")
 """of what training has shown of the tables, in a state_dict"""
 
 
@@ -42,7 +42,7 @@ class NarrowTables(nn.Module):
     @property
     def width_rates(self) -> dict[str, float]:
         """By table, what its learning rate is multiplied by; see Width.rate. None where all rows are whole."""
-        return {} if self._rounds is None else dict(self._rounds.rates)
+        return {} if self._rounds is None else dict(self._rounds.rates.now)
 
     def tables_filled(
         self, purses: Mapping[str, float] | None = None, watched: Mapping[str, Any] | None = None,
@@ -75,17 +75,19 @@ class NarrowTables(nn.Module):
         reads, savings = self._rounds.reads.counted(), self._rounds.savings
         parts = [None if reads is None else torch.tensor(list(reads.values()), dtype=torch.float64)]
         parts.append(None if savings is None else savings.numbers())
+        parts.append(torch.tensor(list(self._rounds.rates.now.values()), dtype=torch.float64))
         return {name: part for name, part in zip(SHOWN, parts) if part is not None}
 
     def _shown_of(self, numbers: Mapping[str, Tensor | None]) -> dict[str, Any] | None:
         """From what a state_dict has of it."""
-        reads, savings = (numbers[name] for name in SHOWN)
+        reads, savings, rates = (numbers[name] for name in SHOWN)
         if self._rounds is None or (reads is None and savings is None):
             return None
         own = self._rounds.savings
         return {
             "reads": None if reads is None else dict(zip(self._rounds.tables, reads.tolist())),
             "savings": None if savings is None or own is None else own.of_numbers(savings),
+            "rates": None if rates is None else dict(zip(self._rounds.tables, rates.tolist())),
         }
 
     def _sampled(self, outputs: Sequence[Tensor]) -> Sampled | None:

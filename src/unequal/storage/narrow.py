@@ -94,6 +94,11 @@ class NarrowStorage(FollowingStorage):
         self.rows.rows = self.records.bound
         self.rows.cached = None
 
+    def learn_by(self, optimizer: Optimizer) -> None:
+        """From now on by this one, of the same kind."""
+        self.optimizer = self.rows.optimizer = optimizer
+        self.rows.cached = None
+
     @property
     def live(self) -> int:
         return sum(self.counts)

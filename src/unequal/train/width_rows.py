@@ -1,8 +1,10 @@
 """How many ids tables with unbounded ids have: with a budget it says of what a share is to be kept, how wide new rows may be, and
-how much is saved in the end. They are counted in the training part."""
+how much is saved in the end. And of which tables with a fixed number of rows far fewer are read: they may all be whole in a small
+share. They are counted in the training part."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,37 +19,53 @@ from .profiling import gather
 
 SAMPLES = 20_000_000
 """that are looked at; of more it is estimated how many ids they have"""
+FEWER = 2_000_000
+"""the same where all tables have a fixed number of rows"""
+FAR_FEWER = 0.5
+"""of a table's rows: where it is estimated that no more are read, the budget is told"""
 
 
-def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Recipe:
-    """The recipe with what its budget needs to know of unbounded ids. All ranks call it."""
+def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], None], resumed: bool = False) -> Recipe:
+    """The recipe with what its budget needs to know of ids. All ranks call it. `resumed`: it is that of a run that goes on."""
     if recipe.width is None:
         return recipe
     features = build_tables(recipe)
-    expected = recipe.expected_rows()
-    unknown = recipe.width.unknown({feature.table.name: feature.table for feature in features.values()})
-    rows = {name: expected[name] for name in unknown if name in expected}
-    missing = [name for name in unknown if name not in expected]
-    if missing:
+    tables = {feature.table.name: feature.table for feature in features.values()}
+    rows = {name: count for name, count in recipe.expected_rows().items() if name in tables} | dict(recipe.width.rows)
+    wanted = {
+        name: feature
+        for name, feature in features.items()
+        if feature.table.name not in rows and (feature.table.rows is None or not resumed)
+    }
+    if wanted:
         start = time.perf_counter()
-        wanted = {name: feature for name, feature in features.items() if feature.table.name in missing}
+        unbounded = any(feature.table.rows is None for feature in wanted.values())
         own = profile_dataset(
-            data, wanted, samples=SAMPLES, rank=ranks.rank, world=ranks.world, workers=max(1, recipe.run.workers)
-        )
+            data, wanted, samples=SAMPLES if unbounded else FEWER, rank=ranks.rank, world=ranks.world,
+            workers=max(1, recipe.run.workers),
+        )  # fmt: skip
         merged = gather(own, ranks.mesh)
 
         def counted() -> dict[str, int]:
             assert merged is not None
             loads = loads_from_profile(merged, wanted, recipe.optimizer.build_tables())
-            return {
-                name: max(1, loads[name].rows if merged.sampled else int(merged.tables[name].rows_seen))
-                for name in missing
-            }
+            total = max(merged.samples, merged.total_samples)
+            seen = {name: int(merged.tables[name].rows_seen) for name in loads}
+            if merged.sampled:
+                fixed = {name for name in loads if tables[name].rows is not None}
+                seen = {
+                    name: round(load.distinct(total)) if name in fixed else load.rows for name, load in loads.items()
+                }
+            return {name: max(1, count) for name, count in seen.items()}
 
-        rows |= ranks.first(counted)
-        counts = ", ".join(f"{rows[name]:,} of '{name}'" for name in missing)
-        seconds = time.perf_counter() - start
-        say(
-            f"ids of tables without rows were counted: {counts} ({seconds:.1f} s; [width.rows] in the recipe spares that)"
-        )
-    return replace(recipe, width=replace(recipe.width, rows={**recipe.width.rows, **rows})) if rows else recipe
+        found = ranks.first(counted)
+        told = {name: count for name, count in found.items() if count <= FAR_FEWER * (tables[name].rows or math.inf)}
+        rows |= told
+        if told:
+            counts = ", ".join(
+                f"{count:,} of '{name}'" + (f" ({whole:,} rows)" if (whole := tables[name].rows) is not None else "")
+                for name, count in told.items()
+            )
+            seconds = time.perf_counter() - start
+            say(f"ids were counted: {counts} ({seconds:.1f} s; [width.rows] in the recipe spares that)")
+    return replace(recipe, width=replace(recipe.width, rows=rows)) if rows else recipe

@@ -56,7 +56,8 @@ class Width:
     """budgets of single tables, which then do not share the common one"""
     rows: Mapping[str, int] = field(default_factory=dict)
     """how many ids tables with unbounded ids have, about: of their values a budget may then be a share, too, and one in bytes
-    says how wide new rows may be"""
+    says how wide new rows may be. Of tables with a fixed number of rows, how many of them are read, about: where that is far
+    fewer, all of these may be whole in a small share"""
     chunk: int | None = None
     """values that come and go together; without it each table has about 16 chunks"""
     every: int = 1000
@@ -143,6 +144,11 @@ class Width:
     def rows_of(self, table: Table) -> int | None:
         """How many there can be, or are about; None where nobody knows."""
         return self.rows.get(table.name) if table.rows is None else table.rows
+
+    def read_of(self, table: Table) -> int | None:
+        """How many of these training reads, about."""
+        rows = self.rows_of(table)
+        return rows if rows is None else min(rows, self.rows.get(table.name, rows))
 
     @property
     def inherit(self) -> float:

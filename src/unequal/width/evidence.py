@@ -72,6 +72,7 @@ def shown_together(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
     return {
         "reads": Reads.together([part["reads"] for part in known]),
         "savings": None if savings[0] is None else Savings.together(savings),
+        "rates": known[0].get("rates"),
     }
 
 
@@ -83,6 +84,7 @@ def part_of_shown(shown: Mapping[str, Any] | None, rank: int, ranks: int) -> dic
     return {
         "reads": divided(shown["reads"], ranks),
         "savings": None if savings is None else Savings.part(savings, rank),
+        "rates": shown.get("rates"),
     }
 
 

@@ -133,6 +133,11 @@ class Part:
         self._draws = 0
         self._tallied: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
+    @property
+    def known(self) -> tuple[int, int]:
+        """How many ids have a row, and how many without one are followed."""
+        return self.census.live, len(self.census.ids) - self.census.live
+
     def measure(
         self, share: float, unit: Tensor | None = None, doubt: float = 0.0, priorities: Tensor | None = None
     ) -> Part:

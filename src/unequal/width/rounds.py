@@ -20,6 +20,7 @@ from .intervals import Intervals
 from .measures import Floats, Totals, alone_in_all, means, percentiles, rounded
 from .parts import Part, Sample, changes_of, choose_all, listed, samples_of
 from .policy import Policy, policy_of
+from .rates import Rates, expected_over_known
 from .savings import Savings
 from .settling import SPARE, Group, Settling, alone
 from .shift import Shifts
@@ -87,7 +88,8 @@ class Rounds:
         self.totals, self.optimizers = totals, dict(optimizers)
         self.policy: Policy = policy_of(width.policy)
         settling = Settling(width, tables, optimizers, ranks, shares)
-        self.groups, self.how, self.rates = settling.groups, settling.how, settling.rates
+        self.groups, self.how, self.read = settling.groups, settling.how, settling.read
+        self.rates = Rates(width, self.optimizers)
         self.intervals = Intervals.towards(width.every)
         self.reports: list[RoundReport] = []
         self.storages: dict[str, NarrowStorage] = {}
@@ -114,10 +116,31 @@ class Rounds:
         if self.savings is not None:
             self.savings.load(shown.get("savings"), held=0.0 if fresh else -1.0)
         self._fill_purses(step)
+        self._begin_rates(shown.get("rates"), step)
 
     def shown(self) -> dict[str, Any]:
         """This rank's part of what training has shown of the tables."""
-        return {"reads": self.reads.counted(), "savings": None if self.savings is None else self.savings.state()}
+        savings = None if self.savings is None else self.savings.state()
+        return {"reads": self.reads.counted(), "savings": savings, "rates": dict(self.rates.now)}
+
+    def _begin_rates(self, known: Mapping[str, float] | None, step: int) -> None:
+        """`known`: by table, where they were saved."""
+        for group in self.groups:
+            kept = self._kept(group, step)
+            rates = dict.fromkeys(group.tables, kept)
+            if group.purse.early and self.policy.kind and not group.uniform and kept is not None:
+                rates = {name: max(kept, self.how[name].takes / self.tables[name].dim) for name in group.tables}
+            self.rates.follow(rates, self.storages)
+        if known is not None and known.keys() == self.tables.keys():
+            self.rates.load(known, self.storages)
+
+    def _kept(self, group: Group, step: int, over: float = 1.0) -> float | None:
+        """What share of the values of rows that are read the budget is after so many steps, about; None where that is not known.
+        `over`: how many times more are expected to be read than have been."""
+        if group.kept is None:
+            return None
+        kept = min(1.0, over * group.kept)
+        return max(kept, self._budget(group, step) / group.full) if self._is_ramp(group, step) else kept
 
     def _fill_purses(self, step: int) -> None:
         for group in self.groups:
@@ -259,6 +282,7 @@ class Rounds:
     def _round_of(self, group: Group, step: int) -> tuple[int, int]:
         budget = self._budget(group, step)
         parts = self._parts(group, budget)
+        known = {part.storage.table.name: part.known for part in parts}
         samples, size = samples_of(parts), self._size(group, step)
         self._choose(parts, samples, budget)
         if size is not None:
@@ -295,6 +319,9 @@ class Rounds:
             puts.pop(0)()  # what it holds goes with it
         if self.savings is not None:
             self.savings.settle(group.tables, worth, self.totals)
+        expected = {name: self.read[name] for name in group.tables}
+        over = expected_over_known(expected, self.tables, self.storages, known, self.totals)
+        self.rates.follow(dict.fromkeys(group.tables, self._kept(group, step, over)), self.storages)
         return sum(went for went, _ in changes), sum(came for _, came in changes)
 
     def _choose(self, parts: list[Part], samples: list[Sample], budget: float) -> None:

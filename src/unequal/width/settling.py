@@ -31,8 +31,6 @@ FOLLOWED_ROW = 12
 """bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
 WHOLE_FROM = 0.2
 """share of the values that is kept from which rows are whole before the first round, where that helps (see _early)"""
-FASTEST = 4.0
-"""by how much more tables may learn in a step than whole ones, see Settling._rates"""
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
 
@@ -54,6 +52,8 @@ class Group:
     purse: Purse = field(default_factory=Purse)
     uniform: dict[str, int] = field(default_factory=dict)
     """of tables whose rows are all equally wide: their chunks. All of the group, or none"""
+    kept: float | None = None
+    """what share of the values of all rows that are read the budget is, about; None where it is not known how many there are"""
 
     def values(self, storages: Mapping[str, NarrowStorage], total: Sum = alone) -> float:
         """The budget in values, given how the live rows are: a size in bytes covers all that they take."""
@@ -85,9 +85,10 @@ class Settling:
         self.shares = dict.fromkeys(tables, 1 / ranks) if shares is None else shares
         self.policy: Policy = policy_of(width.policy)
         self.rows = {name: width.rows_of(table) for name, table in tables.items()}
+        self.read = {name: width.read_of(table) for name, table in tables.items()}
         self.groups = self._group()
-        self.rates = self._rates()
-        """by table, what its learning rate is multiplied by"""
+        for group in self.groups:
+            group.kept = self._kept(group)
         self.how = {name: self._narrowing(name) for name in tables}
 
     def _group(self) -> list[Group]:
@@ -111,34 +112,22 @@ class Settling:
             groups.append(Group(name, budget, members, full, uniform=self._uniform(budget, members)))
         return groups
 
-    def _rates(self) -> dict[str, float]:
-        """What the rate of each table is multiplied by. Where a value's step is about as long whatever the gradient is, a
-        product of two rows with a tenth of the values grows a tenth as fast. With 1 / √kept it grows as that of whole ones does;
-        in short trainings rows would otherwise never begin to learn what they have in common (docs/log.md)."""
-        if self.width.rate is not None:
-            return dict.fromkeys(self.tables, self.width.rate)
-        rates: dict[str, float] = {}
-        for group in self.groups:
-            kept = self._kept(group)
-            faster = 1.0 if kept is None else min(FASTEST, 1 / math.sqrt(kept))
-            rates |= {name: faster if self.optimizers[name].measured else 1.0 for name in group.tables}
-        return rates
-
     def _kept(self, group: Group) -> float | None:
-        """What share of the values the budget is, about; None where it is not known how many there are."""
-        if group.budget.share is not None:
-            return group.budget.share
-        assert group.budget.size is not None
-        rows = {name: self.rows[name] for name in group.tables}
+        rows = {name: self.read[name] for name in group.tables}
         if any(count is None for count in rows.values()):
             return None
-        if group.uniform:
-            held = sum(
-                (rows[name] or 0) * count * self.width.chunk_of(self.tables[name])
-                for name, count in group.uniform.items()
+        read = {name: count or 0 for name, count in rows.items()}
+        if group.budget.share is not None:
+            kept = group.budget.share * group.full / sum(count * self.tables[name].dim for name, count in read.items())
+        elif group.uniform:
+            held = (
+                n * self.width.chunk_of(self.tables[name]) * (self.rows[name] or 0) for name, n in group.uniform.items()
             )
-            return held / group.full
-        return min(1.0, group.budget.size / sum((count or 0) * self._whole_row(name) for name, count in rows.items()))
+            kept = sum(held) / group.full
+        else:
+            assert group.budget.size is not None
+            kept = group.budget.size / sum(count * self._whole_row(name) for name, count in read.items())
+        return min(1.0, kept)
 
     def _whole_row(self, name: str) -> int:
         """Bytes that it takes, about."""
@@ -193,12 +182,13 @@ class Settling:
                 candidates=0, uniform=True, decay=1.0, purse=group.purse,
             )  # fmt: skip
         if group.budget.share is not None:
-            keep = group.budget.share
+            assert group.kept is not None
+            keep = group.kept
         else:
             assert group.budget.size is not None
             dims = sum(self.tables[member].dim for member in group.tables)
             whole = group.budget.size * table.dim / dims / self._whole_row(name)
-            known = self.rows[name]
+            known = self.read[name]
             keep = min(1.0, whole / known) if known is not None else 1.0 / chunks
         full = self.policy.whole or self.width.start == "full"
         start = chunks if full else max(1, int(keep * chunks))
@@ -206,7 +196,7 @@ class Settling:
             width_bytes = start * chunk * item + optimizer.state_bytes_per_row(start * chunk) + OVERHEAD
             expected = group.budget.size / width_bytes
         else:
-            rows = self.rows[name]
+            rows = self.read[name]
             assert rows is not None
             expected = min(float(rows), keep * rows * chunks / start)
         expected *= self.shares[name]
@@ -233,11 +223,11 @@ class Settling:
         if not self.policy.kind:
             return WAYS, False
         share = self.shares[table.name]
-        rows = (self.rows[table.name] or 1 << 20) * share
+        rows = (self.read[table.name] or 1 << 20) * share
         most = min(int(1.25 * rows) + 8, 1 << 22)
         own = 4 * (table.dim // self.width.chunk_of(table) if self.policy.by_chunk else 1)
         each = 12 + own
-        all_of_them, payable = math.ceil(rows), False
+        all_of_them, payable = math.ceil((table.rows or 0) * share), False
         if group.budget.size is not None:
             dims = sum(self.tables[name].dim for name in group.tables)
             most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
