@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .narrow import INDEX_BITS, NarrowStorage
+from .narrow import NarrowStorage
+from .narrow_rows import INDEX_BITS
 from .records import joined
 
 
