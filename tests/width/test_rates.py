@@ -80,8 +80,12 @@ def test_a_step_is_as_long_as_the_rate_says(optimizer):
 def test_rows_that_begin_whole_begin_with_the_rate_of_whole_ones():
     whole = embeddings(uq.Width(budget="25%"), uq.RowWiseAdagrad(lr=0.1))
     assert whole.width_rates == {"first": 1.0, "second": 1.0}
-    narrow = embeddings(uq.Width(budget="25%"), uq.Adagrad(lr=0.1))
-    assert narrow.width_rates == {"first": 2.0, "second": 2.0}
+    by_value = embeddings(uq.Width(budget="25%"), uq.Adagrad(lr=0.1))
+    assert by_value.width_rates == whole.width_rates and by_value._rounds.how["first"].begins == 8
+    given = embeddings(uq.Width(budget="25%", rate=2), uq.Adagrad(lr=0.1))
+    assert given.width_rates == {"first": 2.0, "second": 2.0} and given._rounds.how["first"].begins == 2
+    narrow = embeddings(uq.Width(budget="25%"), uq.Adam(lr=0.1))
+    assert narrow.width_rates == {"first": 2.0, "second": 2.0} and narrow._rounds.how["first"].begins == 2
     tiny = embeddings(uq.Width(budget="4%"), uq.RowWiseAdagrad(lr=0.1))
     chunks = tiny._rounds.how["first"].start / 8, tiny._rounds.how["second"].start / 4
     assert tiny.width_rates == {name: faster(max(0.04, share)) for name, share in zip(("first", "second"), chunks)}

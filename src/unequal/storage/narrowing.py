@@ -49,7 +49,7 @@ class Narrowing:
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
     early: int = 0
-    """the same before the first round, where that is more"""
+    """chunks of a row that is new before the first round, where that is more than `start`"""
     inherit: float = 0.0
     """squares of gradients of regained values begin as such a share of the largest of the row's others; an average over the row
     counts them with as much"""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..errors import RecipeError
 from ..kernels.request import WAYS
-from ..optim import Optimizer
+from ..optim import Adagrad, Optimizer
 from ..storage.narrow import Narrowing, NarrowStorage, Purse
 from ..tables import Table
 from .config import Budget, Width
@@ -211,10 +211,13 @@ class Settling:
     def _early(self, table: Table, keep: float) -> int:
         """Chunks of a row that is new before the first round. Where a row has one number for all its values, by which they learn
         the slower the more has come, values that it gets later stay behind those that it began with: so it begins whole, as long
-        as the budget lasts. With a number for each value that is level, or worse (docs/log.md)."""
-        by_row = any(per == "row" for _, per in self.optimizers[table.name].state)
+        as the budget lasts. With such a number for each value (AdaGrad) it does, too, where the rate follows widths: its first
+        steps are then those of whole rows. With one that forgets (Adam) rows would learn nothing (docs/log.md)."""
+        own = self.optimizers[table.name]
+        by_row = any(per == "row" for _, per in own.state)
+        helps = by_row or (isinstance(own, Adagrad) and self.width.rate is None)
         chunks = table.dim // self.width.chunk_of(table)
-        return chunks if by_row and keep >= WHOLE_FROM and self.policy.saves else 0
+        return chunks if helps and keep >= WHOLE_FROM and self.policy.saves else 0
 
     def _candidates(self, group: Group, table: Table, keep: float) -> tuple[int, bool]:
         """How many, and whether all ids are, each at its own place: where that takes no more than as many that are hashed. These
