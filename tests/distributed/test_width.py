@@ -152,6 +152,29 @@ def test_equals_one_process(pool, mesh, kind):
     assert all(same_bits(of_rank[0][0], of_rank[-1][0]) for of_rank in results)
 
 
+def rates_of(rank, world, problem, placement):
+    module, found = uq.shard(problem.embeddings("meta"), placement), []
+    for part in share_out(problem, None, rank, world):
+        train(module, problem, [part])
+        found.append(module.width_rates)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
+def test_rates_follow_what_all_ranks_have_read(pool, kind):
+    """Ids are read little by little: the fewer of them, the less has to be narrow."""
+    problem = problem_of(budget="20%", start="small", steps=12)
+    del problem.batches[0]
+    module, expected = problem.embeddings(), []
+    for part in share_out(problem):
+        train(module, problem, [part])
+        expected.append(module.width_rates)
+    for own in pool.run(rates_of, problem, placement_of(problem, 3, None, kind), world=3, timeout=120):
+        assert own == expected
+    rates = [step["first"] for step in expected]
+    assert rates[0] == 1.0 and len(set(rates)) > 2 and 1.5 < rates[-1] <= 5**0.5
+
+
 def test_rows_that_are_all_equally_wide_equal_one_process(pool):
     """Small tables in few bytes: all ranks decide alike, and hold no more than these."""
     problem = problem_of(budget="1600 b", start="small", steps=8)
