@@ -390,8 +390,8 @@ def test_a_share_of_about_as_many_unbounded_ids():
      (uq.Adagrad(lr=0.1), "50%", True), (uq.Adam(lr=0.01), "50%", False)],
 )  # fmt: skip
 def test_rows_begin_whole_until_the_first_round(optimizer, budget, whole):
-    """Where all values of a row have one number by which they learn, or each one that only grows. After the first round new rows are as they always were,
-    also in what goes on from a saved state."""
+    """Where all values of a row have one number by which they learn, or each has one that only grows. After the first round new
+    rows are as they always were, also in what goes on from a saved state."""
     width = uq.Width(budget=budget, every=320)
     module = embeddings(width, optimizer, rows=400)
     data = list(batches(24, rows=400))
