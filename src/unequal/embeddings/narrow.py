@@ -80,8 +80,8 @@ class NarrowTables(nn.Module):
 
     def _shown_of(self, numbers: Mapping[str, Tensor | None]) -> dict[str, Any] | None:
         """From what a state_dict has of it."""
-        reads, savings, rates = (numbers[name] for name in SHOWN)
-        if self._rounds is None or (reads is None and savings is None):
+        reads, savings, rates = known = [numbers[name] for name in SHOWN]
+        if self._rounds is None or all(part is None for part in known):
             return None
         own = self._rounds.savings
         return {
