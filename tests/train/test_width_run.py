@@ -130,6 +130,8 @@ def test_tables_of_which_few_rows_are_read(made: Path, tmp_path: Path, capsys: p
     assert width["full_rows"] == sum(cardinalities(CONFIG)[:2]) + 5000 and width["kept"] < 0.1
     train(replace(load_run(run), run=replace(load_run(run).run, steps=30)), resume=run)
     assert "counted" not in capsys.readouterr().out
+    train(replace(recipe, run=replace(recipe.run, steps=40)), resume=run)  # as a restarted rank does
+    assert load_run(run).width.rows == {"C3": 255}
 
 
 def training_batches(recipe):

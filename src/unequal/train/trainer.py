@@ -138,7 +138,7 @@ class Trainer:
         self.ranks, self.mesh, self.device, self.shown = ranks, ranks.mesh, ranks.device, shown
         device, mesh = self.device, self.mesh
         self.data = open_data(recipe, mesh, shown.say)
-        recipe = with_rows(recipe, self.data, ranks, shown.say, resumed=resume is not None)
+        recipe = with_rows(recipe, self.data, ranks, shown.say)
         self.reader = training_reader(recipe, self.data, mesh)
         self.validation = scoring_reader(recipe, self.data, "validation", self.reader.statistics, mesh)
         self.total_steps = self.reader.batches_per_epoch * recipe.run.epochs

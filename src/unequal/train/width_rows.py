@@ -25,18 +25,14 @@ FAR_FEWER = 0.5
 """of a table's rows: where it is estimated that no more are read, the budget is told"""
 
 
-def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], None], resumed: bool = False) -> Recipe:
-    """The recipe with what its budget needs to know of ids. All ranks call it. `resumed`: it is that of a run that goes on."""
+def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Recipe:
+    """The recipe with what its budget needs to know of ids. All ranks call it."""
     if recipe.width is None:
         return recipe
     features = build_tables(recipe)
     tables = {feature.table.name: feature.table for feature in features.values()}
     rows = {name: count for name, count in recipe.expected_rows().items() if name in tables} | dict(recipe.width.rows)
-    wanted = {
-        name: feature
-        for name, feature in features.items()
-        if feature.table.name not in rows and (feature.table.rows is None or not resumed)
-    }
+    wanted = {name: feature for name, feature in features.items() if feature.table.name not in rows}
     if wanted:
         start = time.perf_counter()
         unbounded = any(feature.table.rows is None for feature in wanted.values())
@@ -50,13 +46,10 @@ def with_rows(recipe: Recipe, data: Dataset, ranks: Ranks, say: Callable[[str], 
             assert merged is not None
             loads = loads_from_profile(merged, wanted, recipe.optimizer.build_tables())
             total = max(merged.samples, merged.total_samples)
-            seen = {name: int(merged.tables[name].rows_seen) for name in loads}
-            if merged.sampled:
-                fixed = {name for name in loads if tables[name].rows is not None}
-                seen = {
-                    name: round(load.distinct(total)) if name in fixed else load.rows for name, load in loads.items()
-                }
-            return {name: max(1, count) for name, count in seen.items()}
+            return {
+                name: max(1, round(load.distinct(total)) if merged.sampled else int(merged.tables[name].rows_seen))
+                for name, load in loads.items()
+            }
 
         found = ranks.first(counted)
         told = {name: count for name, count in found.items() if count <= FAR_FEWER * (tables[name].rows or math.inf)}
