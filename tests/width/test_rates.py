@@ -33,16 +33,14 @@ ALL = [
 
 
 def all_ids(steps, rows=60):
-    """Batches that read all of these ids."""
+    """Batches that read all of these ids: in the first bags of the first feature and of the second, which are of both tables."""
+    every = torch.arange(rows)
     for batch in batches(steps, rows=rows):
-        ids = torch.cat([torch.arange(rows), torch.arange(rows), batch.ids])
-        lengths = batch.lengths.clone()
-        lengths[0] += rows  # the first bag of the first feature, and of the second
-        lengths[24] += rows
-        order = torch.cat([torch.arange(rows), rows + torch.arange(rows), torch.arange(2 * rows, ids.numel())])
-        first = int(batch.lengths[:24].sum())
-        order = torch.cat([order[:rows], order[2 * rows :][:first], order[rows : 2 * rows], order[2 * rows :][first:]])
-        yield uq.Batch(batch.features, ids[order], lengths)
+        lengths = batch.lengths.view(3, -1).clone()
+        first = int(lengths[0].sum())
+        lengths[:2, 0] += rows
+        ids = torch.cat([every, batch.ids[:first], every, batch.ids[first:]])
+        yield uq.Batch(batch.features, ids, lengths.flatten())
 
 
 @pytest.mark.parametrize(("options", "optimizer", "rate"), ALL)

@@ -113,10 +113,9 @@ class Settling:
         return groups
 
     def _kept(self, group: Group) -> float | None:
-        rows = {name: self.read[name] for name in group.tables}
-        if any(count is None for count in rows.values()):
+        read = {name: self.read[name] or 0 for name in group.tables}
+        if not all(read.values()):
             return None
-        read = {name: count or 0 for name, count in rows.items()}
         if group.budget.share is not None:
             kept = group.budget.share * group.full / sum(count * self.tables[name].dim for name, count in read.items())
         elif group.uniform:
