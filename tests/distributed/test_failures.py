@@ -93,6 +93,13 @@ def test_a_rank_that_fails_by_itself(shared_clicks, command):
     assert done.errors == "error: rank 1: the fault that was asked for\n"
 
 
+def test_a_rank_that_is_done_takes_nothing_apart(shared_clicks, command):
+    settings = ("--set", "run.epochs=1", "--set", "run.folder=run")
+    done = command("train", shared_clicks, "--ranks", 2, *settings, "--json", "report.json", fault="end:7").wait()
+    assert done.code == 0 and done.errors == ""
+    assert (done.folder / "report.json").exists() and (done.folder / "run" / "report.json").exists()
+
+
 def test_a_fault_of_ours_keeps_its_traceback(shared_clicks, command):
     done = command("train", shared_clicks, "--ranks", 2, "--set", "run.folder=run", fault="assert:12").wait()
     lines = done.errors.splitlines()

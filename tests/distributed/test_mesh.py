@@ -1,5 +1,8 @@
 """What ranks say to each other, and the bytes that are counted for it."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +190,31 @@ def test_without_torch_distributed_it_is_one_rank_alone():
     assert mesh.gather({"a": 1}) == [{"a": 1}] and mesh.share(3) == 3 and torch.equal(mesh.sum(values), values)
     mesh.barrier()
     assert (mesh.traffic.inside, mesh.traffic.across, mesh.traffic.calls) == (0, 0, 0)
+
+
+THREADS = """
+import atexit, pathlib, sys
+
+def names():
+    found = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+    print(sum("gloo" in name for name in found))
+
+atexit.register(names)  # runs after what is registered later
+import torch.distributed as dist
+from unequal.exchange.mesh import Mesh
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+mesh = Mesh()
+names()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
+def test_groups_have_no_threads_once_the_interpreter_closes(tmp_path):
+    """One that wants the interpreter's lock then would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, str(tmp_path / "store")], capture_output=True, text=True, timeout=120, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert before > 0 and after == 0

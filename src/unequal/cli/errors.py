@@ -41,16 +41,16 @@ def one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def ranks_end_at_once() -> Iterator[None]:
-    """A rank that failed among others ends here, with nothing taken apart on the way.
+    """A rank among others ends here, with nothing taken apart on the way.
 
-    Others may hang in collectives with it, or be gone: threads of the communication library that find out while the
-    interpreter is being closed have aborted the process, so that its own error was lost behind a SIGABRT.
+    Threads of the communication library go on while the interpreter is being closed, and one that wants its lock then aborts the
+    process: a rank that was done seemed to have failed, and one that had failed lost its error behind a SIGABRT.
     """
     try:
         yield
     except SystemExit as end:
-        if lifeline.joined() and end.code not in (None, 0):
-            _leave(end.code if isinstance(end.code, int) else FAILED)
+        if lifeline.joined():
+            _leave(end.code if isinstance(end.code, int) else FAILED if end.code else 0)
         raise
     except BaseException as error:
         if lifeline.joined():

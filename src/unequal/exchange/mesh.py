@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -177,6 +179,7 @@ class Link:
 
     def __init__(self, mesh: Mesh, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
         self.mesh, self.ranks, self.group = mesh, ranks, group
+        _links.add(self)
         self.size = len(ranks)
         self.place = ranks.index(mesh.rank)
         self._inside = np.array([r // mesh.ranks_per_node == mesh.node and r != mesh.rank for r in ranks])
@@ -237,3 +240,14 @@ class Link:
         each = np.full(self.size, flat.numel() // self.size)
         device = flat if self.mesh.gloo else flat.cuda()
         return self.all_to_all(device, each, each).cpu().numpy().reshape(counts.shape)
+
+
+_links: WeakSet[Link] = WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Of all groups, before the interpreter closes: once destroyed and held by nobody they end their threads. One that goes on
+    and wants the interpreter's lock while that is taken apart aborts the process."""
+    for link in _links:
+        link.group = None
