@@ -25,6 +25,7 @@ NAMES = (
     *(
         "width_quality",
         "width_hindsight",
+        "width_columns",
         "width_events",
         "width_memory",
         "width_speed",
@@ -32,7 +33,7 @@ NAMES = (
         "width_exchange",
     ),
 )
-ASKED = ("width_quality", "width_hindsight", "width_events")
+ASKED = ("width_quality", "width_hindsight", "width_columns", "width_events")
 """that take an hour or more, and are run when they are named"""
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 APART = {
@@ -41,7 +42,7 @@ APART = {
     "drift": RESULTS.with_name("cluster.json"),
     "width_exchange": RESULTS.with_name("cluster.json"),
     **dict.fromkeys(
-        ("width_quality", "width_hindsight", "width_events", "width_memory", "width_speed", "width_drift"),
+        (name for name in NAMES if name.startswith("width_") and name != "width_exchange"),
         RESULTS.with_name("width.json"),
     ),
 }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from benchmarks import width_hindsight
+from benchmarks import width_columns, width_hindsight
 from benchmarks.width_data import Builder, Study
 from benchmarks.width_masks import DIM, WAYS, Batch, Model, Models, Score, chosen, train
 
@@ -80,3 +80,21 @@ def test_the_best_rows_in_hindsight(study: Study, monkeypatch: pytest.MonkeyPatc
     assert float(saved[row]) == pytest.approx(rise, rel=0.3)
     result = {"kept": 0.03, "data": {"tiny": found}}
     assert width_hindsight.table(result).row_count == 3
+
+
+def test_any_values(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the budget holds, others after each round, and no others than these are there."""
+    models = [Model("norms", keep, 0.1, seed) for keep in (0.02, 0.3) for seed in (0, 1)]
+    trained = width_columns.Columns(study, models, "cpu")
+    before = trained.live
+    for first in range(0, 2000, 50):
+        trained.step(Batch(study, study.train[first : first + 50], "cpu"))
+        assert (trained.live.sum((0, 2)) <= trained.budget).all()
+        assert not (trained.values * ~trained.live).any() and not (trained.squares * ~trained.live).any()
+    assert (trained.live != before).any(2).any(0).all()
+    assert (trained.live.sum((0, 2)) > 0.9 * trained.budget).all(), "the budget is spent"
+    monkeypatch.setitem(width_columns.RATES, study.name, (0.2,))
+    cells = width_columns.measure(study, 1, 3, "cpu")
+    assert [cell["kept"] for cell in cells] == [0.125, 0.125, 0.02, 0.02]
+    assert all(cell["test"] > 0.7 for cell in cells[:2])
+    assert width_columns.table({"data": {"tiny": cells}}).row_count == 4
