@@ -219,7 +219,7 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
       if (i + kFindAhead < count) directory.bring(directory.home(ids[i + kFindAhead]));
       const int32_t slot = int32_t(slots[i]);
       if (slot < 0) continue;
-      if (int32_t* at = directory.place_for(ids[i], directory.home(ids[i]))) std::memcpy(at, &slot, 4);
+      directory.put(ids[i], directory.home(ids[i]), slot);
     }
   });
 }
@@ -228,17 +228,21 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
 // foretold, and what is written of those is written over by the next.
 UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capacity, int64_t used, int64_t* ids, int64_t* slots) {
   using namespace unequal;
+  using One = std::pair<int64_t, int64_t>;
   int64_t n = 0;
   const auto list = [&](auto&& entry) {
     for (int64_t k = 0; k < capacity && n < used; ++k) {
-      const std::pair<int64_t, int64_t> id_and_slot = entry(k);
+      const One id_and_slot = entry(k);
       ids[n] = id_and_slot.first;
       slots[n] = id_and_slot.second;
       n += id_and_slot.second >= 0;
     }
   };
-  using One = std::pair<int64_t, int64_t>;
   if (kind == kByArray) list([&](int64_t k) { return One(k, static_cast<int32_t*>(memory)[k]); });
+  else if ((kind & 255) == kFollowed)
+    list([&](int64_t k) {
+      return One(k * (kind >> 32) + (kind >> 8 & 0xFFFFFF), FollowedIds::slot_of(static_cast<int32_t*>(memory)[k]));
+    });
   else if (kind == kShortIds)
     list([&](int64_t k) {
       const NarrowEntry<uint32_t> entry = static_cast<NarrowEntry<uint32_t>*>(memory)[k];
@@ -353,7 +357,7 @@ UNEQUAL_API int uq_narrow_follow_all(const FoundIn* tables, int64_t table_count,
         follow({table.keys, table.utilities, table.stamps, table.buckets, table.each}, int32_t(table.step), table.class_bits, left,
                slots);
       } else {
-        for (const Missing& one : left) slots[one.place] = one.id << table.class_bits;
+        for (const Missing& one : left) slots[one.place] = one.id << table.class_bits;  // no part of a table comes here
       }
     } catch (const std::bad_alloc&) {
       failed = 1;

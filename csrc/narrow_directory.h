@@ -14,8 +14,9 @@ constexpr uint64_t kLine = 8;      // entries of short ids that lie in a line of
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kWays = 8;       // candidates of a bucket
 
-// Of kNumbered the higher bits say the rest: class_bits from bit 8 on, chunks from 16, of how many parts this is one from 32.
-enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2, kNumbered = 3 };
+// Of kNumbered the higher bits say the rest: class_bits from bit 8 on, chunks from 16, of how many parts this is one from 32; of
+// kFollowed which part this is from 8 on, of how many from 32.
+enum DirectoryKind : int64_t { kByArray = 0, kShortIds = 1, kLongIds = 2, kNumbered = 3, kFollowed = 4 };
 
 // One of n places, from the high bits of a hash: n need not be a power of two. It is below 2^31.
 inline uint64_t spread_over(int64_t id, uint64_t n) { return (mix64(uint64_t(id) * kGolden + kGolden) >> 32) * n >> 32; }
@@ -126,6 +127,7 @@ struct Hashed {
 #endif
     return at(id, home, true);
   }
+  void put(int64_t id, uint64_t home, int32_t slot) const { std::memcpy(place_for(id, home), &slot, 4); }
   // The id's slot, or null; with `insert` the place for it.
   int32_t* at(int64_t id, uint64_t home, bool insert) const {
     for (uint64_t k = home;; k = k + 1 == capacity ? 0 : k + 1) {
@@ -143,9 +145,30 @@ struct Array {
   uint64_t capacity;
   uint64_t home(int64_t id) const { return std::min(uint64_t(id), capacity); }
   void bring(uint64_t home) const { __builtin_prefetch(slots + home); }
-  int32_t* at(int64_t id, uint64_t, bool) const { return uint64_t(id) < capacity ? slots + id : nullptr; }
-  int32_t* place_for(int64_t id, uint64_t home) const { return at(id, home, true); }
+  void put(int64_t id, uint64_t home, int32_t slot) const {
+    if (home < capacity) slots[id] = slot;
+  }
   int64_t find(int64_t id, uint64_t) const { return uint64_t(id) < capacity ? slots[id] : -1; }
+  uint64_t behind(uint64_t home) const { return home; }
+  bool look(int64_t id, uint64_t home, int64_t& slot) const {
+    slot = find(id, home);
+    return true;
+  }
+};
+
+// A word for each id of a part: a negative one is the slot of its row, but for its sign; any other is what it is worth without one.
+struct FollowedIds {
+  int32_t* words;
+  uint64_t capacity;
+  int64_t of;
+  static int64_t slot_of(int32_t word) { return word < 0 ? word & INT32_MAX : -1; }
+  uint64_t number(int64_t id) const { return of == 1 ? uint64_t(id) : uint64_t(id) / uint64_t(of); }
+  uint64_t home(int64_t id) const { return std::min(number(id), capacity); }
+  void bring(uint64_t home) const { __builtin_prefetch(words + home); }
+  void put(int64_t, uint64_t home, int32_t slot) const {
+    if (home < capacity) words[home] = slot | INT32_MIN;
+  }
+  int64_t find(int64_t, uint64_t home) const { return home < capacity ? slot_of(words[home]) : -1; }
   uint64_t behind(uint64_t home) const { return home; }
   bool look(int64_t id, uint64_t home, int64_t& slot) const {
     slot = find(id, home);
@@ -159,8 +182,7 @@ struct Numbered {
   uint64_t capacity;
   uint64_t home(int64_t) const { return 0; }
   void bring(uint64_t) const {}
-  int32_t* at(int64_t, uint64_t, bool) const { return nullptr; }
-  int32_t* place_for(int64_t, uint64_t) const { return nullptr; }
+  void put(int64_t, uint64_t, int32_t) const {}
   int64_t find(int64_t id, uint64_t) const {
     return uint64_t(id) < capacity ? (of == 1 ? id : id / of) << class_bits | chunks : -1;
   }
@@ -176,6 +198,7 @@ inline void by_kind(int64_t kind, void* memory, int64_t capacity, Body&& body) {
   switch (kind & 255) {
     case kNumbered: return body(Numbered{kind >> 8 & 255, kind >> 16 & 0xFFFF, kind >> 32, uint64_t(capacity)});
     case kByArray: return body(Array{static_cast<int32_t*>(memory), uint64_t(capacity)});
+    case kFollowed: return body(FollowedIds{static_cast<int32_t*>(memory), uint64_t(capacity), kind >> 32});
     case kShortIds: return body(Hashed<uint32_t>{static_cast<NarrowEntry<uint32_t>*>(memory), uint64_t(capacity)});
     default: return body(Hashed<int64_t>{static_cast<NarrowEntry<int64_t>*>(memory), uint64_t(capacity)});
   }

@@ -52,6 +52,12 @@ __attribute__((noinline)) void apply_rounded(const Table& t, int64_t slot, void*
   else rounded(static_cast<BFloat*>(stored));
 }
 
+// A candidate's utility. What is negative is none, but says where a row is that it has got since; what is no number would, too.
+inline float added_to_candidate(float utility, float gained) {
+  const float sum = utility + gained;
+  return !std::signbit(utility) && sum >= 0 ? sum : utility;
+}
+
 // A row of which only some chunks exist. How much it matters is told by the gradient of all of them.
 template <int D, int O>
 __attribute__((noinline)) void update_part(const Table& t, int64_t slot, float* sum, int64_t reads) {
@@ -63,7 +69,8 @@ __attribute__((noinline)) void update_part(const Table& t, int64_t slot, float* 
       const float norm = !(t.utility_kind & kByGradient) ? 1.0f
                          : t.utilities == 1             ? std::sqrt(sum_of_squares<D>(sum, t.dim))
                                                         : std::sqrt(sum_of_squares<0>(sum + k * each, each));
-      row.utility()[k] += gain * norm;
+      float& utility = row.utility()[k];
+      utility = row.chunks ? utility + gain * norm : added_to_candidate(utility, gain * norm);
     }
   }
   if (!row.chunks) return;
@@ -140,7 +147,9 @@ __attribute__((always_inline)) inline void update_first(const Table& t, const Re
   const float whole_square = add_running(squares);
   if (t.utility_kind) {
     const float norm = t.utility_kind & kByGradient ? std::sqrt(whole_square) : 1.0f;
-    record[layout.utility] += float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
+    const float gained = float(t.gain * (t.utility_kind & kByReads ? double(reads) : 1.0)) * norm;
+    float& utility = record[layout.utility];
+    utility = layout.width ? utility + gained : added_to_candidate(utility, gained);
   }
   float* state = record + layout.state[0];
   if (whole) {

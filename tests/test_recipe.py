@@ -278,7 +278,11 @@ def test_every_field_of_a_width_is_one_of_a_recipe() -> None:
         ("width.budget=0.001%", "width.budget: expected at least"),
         ("width.budget=[1]", "width.budget: expected a string or a number, got [1]"),
         ("width.policy=waterfilling", "got 'waterfilling'; did you mean 'water-filling'?"),
-        ("width.chunk=3", "width.chunk for table 'user': expected a divisor of its dim 8: one of [1, 2, 4, 8], got 3"),
+        (
+            "width.chunk=3",
+            "width.chunk for table 'user': expected a divisor of its dim 8 that makes at most 63 chunks: one of [1, 2, 4, 8], "
+            "got 3",
+        ),
         ("width.every=0", "width.every: expected 1 or more steps, got 0"),
         ("width.every=often", "width.every: expected an integer, got 'often'"),
         ("width.most=2", "width.most: expected more than 0, at most 1, got 2"),

@@ -214,7 +214,11 @@ dist.destroy_process_group()
 def test_groups_have_no_threads_once_the_interpreter_closes(tmp_path):
     """One that wants the interpreter's lock then would abort the process."""
     done = subprocess.run(
-        [sys.executable, "-c", THREADS, str(tmp_path / "store")], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", THREADS, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     before, after = map(int, done.stdout.split())
     assert before > 0 and after == 0

@@ -176,11 +176,11 @@ def test_rates_follow_what_all_ranks_have_read(pool, kind):
 
 def test_rows_that_are_all_equally_wide_equal_one_process(pool):
     """Small tables in few bytes: all ranks decide alike, and hold no more than these."""
-    problem = problem_of(budget="1600 b", start="small", steps=8)
+    problem = problem_of(budget="1050 b", start="small", steps=8)
     placements = [placement_of(problem, 3, None, kind) for kind in ("row_wise", "table_wise", "tiers")]
     results = pool.run(many, [(problem, placement) for placement in placements], world=3, timeout=120)
     expected, _ = alone(problem)
-    assert {row["weight"].numel() for row in rows_of([expected]).values()} == {2, 4}
+    assert {row["weight"].numel() for row in rows_of([expected]).values()} == {1, 2}
     for number in range(3):
         wrong = differences(expected, [of_rank[number][0] for of_rank in results])
         assert not wrong, "\n".join(wrong[:20])

@@ -108,7 +108,7 @@ def test_lookups_are_the_models_own(tmp_path_factory, policy, dtype, unbounded, 
 
 
 def test_rows_that_are_all_equally_wide(tmp_path):
-    module = train(embeddings(uq.Width(budget="2500 b")), batches(5))
+    module = train(embeddings(uq.Width(budget="1500 b")), batches(5))
     assert module.memory()["directory"] == 0
     file, report = write(module, tmp_path)
     assert all(table.rows == 80 for table in report.tables.values())

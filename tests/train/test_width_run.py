@@ -82,9 +82,9 @@ def test_a_run_tells_what_it_kept(made: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_run_inside_very_few_bytes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All rows are equally wide: it is told, evaluated, exported and goes on like any other."""
     run = tmp_path / "run"
-    report = train(recipe_of(made, run, "width.budget=4 kB"), progress=False)
+    report = train(recipe_of(made, run, "width.budget=3 kB"), progress=False)
     width = report.width
-    assert width["uniform"] == ["C1", "C2", "C3"] and width["live_rows"] == IDS and width["bytes"] <= 4000
+    assert width["uniform"] == ["C1", "C2", "C3"] and width["live_rows"] == IDS and width["bytes"] <= 3000
     assert report.embedding_bytes["directory"] == 0 and width["pruned"] == width["regained"] == 0
     show_report(report)
     shown = " ".join(capsys.readouterr().out.split())

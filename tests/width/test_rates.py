@@ -28,7 +28,7 @@ ALL = [
     # Whole rows of 60 take 4 · 8 and 4 · 4 bytes, 4 for AdaGrad's number and some 24 for the rest.
     ({"budget": "3 KB", "policy": "itep"}, uq.RowWiseAdagrad(lr=0.1), (60 * (60 + 44) / 3000) ** 0.5),
     ({"budget": "1 MB"}, uq.RowWiseAdagrad(lr=0.1), 1.0),
-    ({"budget": "2 KB"}, uq.RowWiseAdagrad(lr=0.1), 2.0**0.5),  # all rows have 3 values, of 8 and of 4
+    ({"budget": "1 KB"}, uq.RowWiseAdagrad(lr=0.1), 6.0**0.5),  # all rows have a value, of 8 and of 4
 ]
 
 

@@ -142,8 +142,9 @@ def width_lines(width: Mapping[str, Any]) -> list[str]:
             words += f", of a budget of {size(width['budget_bytes'])}" + (f", {over:.1f}× as much" if over > 1 else "")
         return [*lines, f"{words}; how large whole ones would be is not known, as ids are unbounded"]
     net, full = width["net_compression"], size(width["full_bytes"])
+    times = f"{net:.1f}× less" if net >= 1 else f"{1 / net:.1f}× as much"
     lines.append(
-        f"the tables take {held} instead of {full}, {net:.1f}× less with optimizer state, directory and all that is followed: "
+        f"the tables take {held} instead of {full}, {times} with optimizer state, directory and all that is followed: "
         f"{width['kept']:.1%} of the values are kept, by the policy {width['policy']}"
     )
     if width.get("uniform"):

@@ -19,6 +19,7 @@ HashDirectory(...)                         id → slot for unbounded ids
 
 For tables whose rows differ in width (csrc/narrow.h), which lookup and update take, too:
 NarrowDirectory(bound, rows)               id → slot of live rows alone
+FollowedDirectory(bound, part, of, worth)  the same, and what ids without a row are worth
 follow(keys, utilities, stamps, ...)       gives ids without a row the slot of a candidate
 rebuild(rows, ids, old, slots, ...)        the records that rows will have at new slots
 place(rows, slots, made, starts)           puts them there
@@ -79,6 +80,7 @@ class Backend:
     narrow_ids: Callable[..., torch.Tensor]
     widen_ids: Callable[..., torch.Tensor]
     NarrowDirectory: Any = None
+    FollowedDirectory: Any = None
     follow: Any = None
     lay_out: Any = None
     rebuild: Any = None

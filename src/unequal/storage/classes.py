@@ -105,7 +105,8 @@ class Filling:
     def finish(self, ids: Tensor, places: Tensor | None, utilities: Tensor, gain: float) -> None:
         """With these candidates, at their places where those are known. `gain`: in which measure all utilities are."""
         storage, device = self.storage, self.storage.device
-        storage.counts, storage.directory = self._counts, self._directory
+        storage.counts = self._counts
+        storage._find_by(self._directory)
         ids, utilities = ids.to(device), utilities.to(device)
         if places is None:
             unknown = storage.directory.find(ids) < 0  # some have got a row since they were followed

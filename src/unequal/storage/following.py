@@ -37,7 +37,8 @@ class FollowingStorage(Storage):
         records = self.records
         places = max(1, self.how.candidates // WAYS) * WAYS
         if self.how.by_id or self.how.uniform:
-            own = (max(1, self.own_rows), records.utilities) if self.how.by_id else (1, 1)
+            apart = self.how.by_id and not self.how.in_directory
+            own = (max(1, self.own_rows), records.utilities) if apart else (1, 1)
             records.slabs[0].append(zeros(own, torch.float32, self.device))
             places = 0
         else:
@@ -72,10 +73,13 @@ class FollowingStorage(Storage):
         return places, self.followed[places]
 
     def put_candidates(self, places: Tensor, ids: Tensor, utilities: Tensor) -> None:
-        """They alone, at these places."""
+        """They alone, at these places. A directory that holds them is new: it has rows, and nobody else yet."""
         if self.how.uniform:
             return
         table = self.records.slabs[0][0]
+        if self.how.in_directory:  # whatever was saved: a sign would make a slot of it
+            table[places] = utilities.nan_to_num(nan=0.0).abs()
+            return
         table.fill_(0.0 if self.how.by_id else NOBODY)
         table[places] = utilities
         if not self.how.by_id:

@@ -118,7 +118,7 @@ class NarrowStorage(NarrowRows):
             slots[which] = (torch.arange(which.numel(), device=self.device) << records.class_bits) | k
             self._fill_class(k, which, starts, parts)
         self.counts = [0, *counts[1:]]
-        self.directory = self._directory(widths.numel())
+        self._find_by(self._directory(widths.numel()))
         self.directory.insert(parts["ids"], slots)
         self._follow_instead((parts["candidates"], parts["candidate_utilities"]))
         self.generation += 1

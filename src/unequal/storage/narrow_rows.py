@@ -18,7 +18,7 @@ from ..kernels import Backend
 from ..kernels.request import Records, capturing
 from ..optim import Optimizer
 from ..tables import Table
-from .following import NOBODY, FollowingStorage
+from .following import FollowingStorage
 from .memory import own_pages
 from .narrowing import Census, Narrowing
 from .numbered import NumberedDirectory
@@ -59,7 +59,7 @@ class NarrowRows(FollowingStorage):
         """live rows of every class"""
         self._laid_out: list[int] = []
         """the same after the last round"""
-        self.directory: Any = self._directory(0)
+        self._find_by(self._directory(0))
         records.gain = 1.0
         self._changed()
         if self.how.uniform:
@@ -84,8 +84,18 @@ class NarrowRows(FollowingStorage):
             assert self.table.rows is not None
             bits = self.records.class_bits
             return NumberedDirectory(self.table.rows, self.part, self.of, self.how.start, bits, self.device)
+        if self.how.in_directory:
+            assert self.table.rows is not None
+            worth = own_pages((max(1, self.own_rows), 1), self.device)
+            return self.kernels.FollowedDirectory(self.table.rows, self.part, self.of, worth)
         where = {"device": self.device} if self.kernels.on_device else {}
         return self.kernels.NarrowDirectory(self.table.rows, rows, **where)
+
+    def _find_by(self, directory: Any) -> None:
+        """From now on; the caller tells the kernels (_changed)."""
+        self.directory: Any = directory
+        if self.how.in_directory:
+            self.records.slabs[0][0] = directory.worth
 
     def _changed(self) -> None:
         self.rows.rows = self.records.bound
@@ -331,8 +341,10 @@ class NarrowRows(FollowingStorage):
         """As `prepare`, where no row changes: what those that came since the last round have to spare is given back."""
         if self.counts == self._laid_out:
             return lambda: None
-        directory = self._directory(self.live)
-        directory.insert(*self.directory.entries())
+        directory = self.directory
+        if not self.how.in_directory:
+            directory = self._directory(self.live)
+            directory.insert(*self.directory.entries())
         slabs = [self._enlarged(k, count) for k, count in enumerate(self.counts) if k]
         return lambda: self._put(slabs, directory, self.counts)
 
@@ -340,8 +352,9 @@ class NarrowRows(FollowingStorage):
         """Puts slabs (of every class from the first on, see _enlarged) and a directory in place; rows follow."""
         for k, (kept, new) in enumerate(slabs, 1):
             self._replace(k, kept, new)
+        self._find_by(directory)
         self._changed()
-        self.counts, self._laid_out, self.directory = counts, list(counts), directory
+        self.counts, self._laid_out = counts, list(counts)
         self.generation += 1
 
     def _check_room(self, counts: list[int]) -> None:
@@ -356,8 +369,9 @@ class NarrowRows(FollowingStorage):
     def _fade(self) -> None:
         """Utilities count from now on in today's measure."""
         records = self.records
-        followed = records.slabs[0][0]
-        followed.copy_(torch.where(followed < 0, NOBODY, followed / records.gain))
+        followed = records.slabs[0][0].view(torch.int32)  # as words: not all that are negative are numbers
+        faded = (records.slabs[0][0] / records.gain).view(torch.int32)
+        followed.copy_(torch.where(followed < 0, followed, faded))
         if self.kernels.fade is not None:
             self.kernels.fade(self.rows, records.gain)
         else:

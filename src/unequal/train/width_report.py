@@ -38,7 +38,7 @@ class Held:
     """None where a table's ids are unbounded: then nobody knows how many rows there could be"""
     full_values: int | None
     full_bytes: int | None
-    """of the same tables with all rows whole, spread in the same way"""
+    """of the same tables with all rows whole, spread in the same way, and with what says where rows of unbounded ids are"""
 
     @classmethod
     def of(cls, embeddings: Embeddings, mesh: Mesh) -> Held | None:
@@ -51,9 +51,12 @@ class Held:
             whole = embeddings.width.rows_of(embeddings.tables[shard.table])
             rows = None if whole is None else shard.rows(whole)
             each = shard.width * storage.table.dtype.itemsize + storage.optimizer.state_bytes_per_row(shard.width)
+            full = None if rows is None else rows * each
+            if full is not None and storage.table.rows is None:
+                full += storage.kernels.HashDirectory.bytes_for(rows)  # type: ignore[attr-defined]
             key = f"{shard.table}/{shard.first}/{shard.part}"
             held = sum(storage.memory().values())
-            parts.append([key, storage.live, storage.values, storage.live * shard.width, rows, shard.width, each, held])
+            parts.append([key, storage.live, storage.values, storage.live * shard.width, rows, shard.width, full, held])
         everyone = [part for own in mesh.gather(parts) for part in own]
         once = list({part[0]: part for part in everyone}.values())  # copies of a table on every rank are one
         known = all(part[4] is not None for part in once)
@@ -64,7 +67,7 @@ class Held:
             bytes=sum(part[7] for part in everyone),
             full_rows=sum(part[4] for part in once) if known else None,
             full_values=sum(part[4] * part[5] for part in once) if known else None,
-            full_bytes=sum(part[4] * part[6] for part in everyone) if known else None,
+            full_bytes=sum(part[6] for part in everyone) if known else None,
         )
 
     @property

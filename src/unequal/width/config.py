@@ -14,8 +14,8 @@ UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**
 THRESHOLDS = ("one", "table", "column")
 INHERITED = 0.2
 """share of the largest sum of squares of a row's values with which new ones begin: they have seen less, not nothing"""
-MOST_CHUNKS = 32
-"""of a vector, unless it is asked for more: beyond that classes are too many for too few rows each"""
+MOST_CHUNKS, ASKED_CHUNKS = 32, 63
+"""of a vector, and where more are asked for: beyond the first classes are too many for too few rows each"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +164,12 @@ class Width:
     def chunk_of(self, table: Table) -> int:
         """Values of a chunk of this table."""
         if self.chunk is not None:
-            if table.dim % self.chunk:
-                divisors = [c for c in range(1, table.dim + 1) if table.dim % c == 0]
+            able = [c for c in range(1, table.dim + 1) if table.dim % c == 0 and table.dim // c <= ASKED_CHUNKS]
+            if self.chunk not in able:
                 raise RecipeError(
                     f"width chunk for table '{table.name}'",
-                    f"a divisor of its dim {table.dim}: one of {divisors}",
+                    f"a divisor of its dim {table.dim} that makes at most {ASKED_CHUNKS} chunks: one of {able}",
                     self.chunk,
-                )
-            if table.dim // self.chunk > 63:
-                raise RecipeError(
-                    f"width chunk for table '{table.name}'", f"at most 63 chunks of its dim {table.dim}", self.chunk
                 )
             return self.chunk
         counts = [c for c in range(1, MOST_CHUNKS + 1) if table.dim % c == 0]

@@ -163,7 +163,7 @@ class Rounds:
     def _new_row(self, name: str) -> int:
         how, table = self.how[name], self.tables[name]
         utilities = table.dim // how.chunk if how.by_chunk else 1
-        beside = 4 * utilities + 8 * how.masked + PADDING + ENTRY
+        beside = 4 * utilities + 8 * how.masked + PADDING + (0 if how.in_directory else ENTRY)
         return how.takes * table.dtype.itemsize + self.optimizers[name].state_bytes_per_row(how.takes) + beside
 
     def _of(self, group: Group) -> list[NarrowStorage]:

@@ -20,19 +20,25 @@ FOLLOWED = 8192
 FOLLOWING = 0.1
 """of a budget in bytes, for candidates that are found by hashing"""
 FOLLOWING_ALL = 0.25
-"""of such a budget, where every id of a small table has its own place"""
+"""of such a budget, where every id of a small table has its own place; twice as much where that is its place in the directory"""
 OVERHEAD = 24
 """bytes beside values and optimizer state that a live row takes, about: its place in the directory, and its utility"""
 SPARE = 0.005
 """of a budget in bytes, for the room that slabs have to spare while rows are added between rounds"""
 SMALL = 4 * FOLLOWED
 """rows of a table that can be followed wholly for what FOLLOWED candidates take that are found by hashing"""
-FOLLOWED_ROW = 12
-"""bytes beside values and optimizer state that a row of a small table takes: directory, candidate, utility"""
+FOLLOWED_ROW = 8
+"""bytes beside values and optimizer state that a row of a small table takes: its word in the directory, and its utility"""
 WHOLE_FROM = 0.2
 """share of the values that is kept from which rows are whole before the first round, where that helps (see _early)"""
 PAYS = 0.7
 """share of bytes for these above which rows that are all equally wide do better (docs/width.md)"""
+
+
+def rounded_up(number: float) -> str:
+    """To two digits: one that may be given back."""
+    digits = 1 - math.floor(math.log10(number))
+    return f"{math.ceil(number * 10**digits) / 10**digits:.2g}"
 
 
 def alone(value: float) -> float:
@@ -61,7 +67,8 @@ class Group:
             return self.budget.share * self.full
         assert self.budget.size is not None
         parts = [storages[name] for name in self.tables if name in storages]
-        held = total(float(sum(sum(storage.memory().values()) for storage in parts)))
+        # Without what slabs have to spare, of which a resumed run knows nothing.
+        held = total(float(sum(storage.bytes_with(storage.counts) for storage in parts)))
         values = total(float(sum(storage.values for storage in parts)))
         return self.budget.size * (1 - SPARE) * values / held if values else 0.0
 
@@ -201,10 +208,12 @@ class Settling:
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
         candidates, by_id = self._candidates(group, table, keep)
+        in_directory = by_id and not self.policy.by_chunk
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
-            rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
-            purse=group.purse, inherit=self.width.inherit, early=self._early(table, keep),
+            rows=expected, candidates=candidates, by_id=by_id, in_directory=in_directory,
+            decay=self.width.decay if self.policy.fades else 1.0, purse=group.purse, inherit=self.width.inherit,
+            early=self._early(table, keep),
         )  # fmt: skip
 
     def _early(self, table: Table, keep: float) -> int:
@@ -234,7 +243,8 @@ class Settling:
             dims = sum(self.tables[name].dim for name in group.tables)
             most = min(most, int(group.budget.size * FOLLOWING * share * table.dim / dims / each))
             total = sum(self.tables[name].rows or math.inf for name in group.tables)
-            payable = (table.rows or math.inf) <= SMALL and total * own <= FOLLOWING_ALL * group.budget.size
+            share_of_it = FOLLOWING_ALL if self.policy.by_chunk else 2 * FOLLOWING_ALL
+            payable = (table.rows or math.inf) <= SMALL and total * own <= share_of_it * group.budget.size
         places = max(WAYS, min(most, int(max(FOLLOWED * share, keep * rows / 2))))
         if table.rows is not None and (payable or all_of_them * own <= places * each):
             return all_of_them, True
@@ -246,9 +256,9 @@ class Settling:
         if group.budget.share is not None and group.budget.share * group.full < least:
             raise RecipeError(
                 "width budget",
-                f"at least {least / group.full:.2g} of all values, one chunk for a row in each of {len(group.tables)} tables"
-                + (f" on each of {self.ranks} ranks" if self.ranks > 1 else ""),
-                f"{group.budget.share:.2g} of them",
+                f"at least {rounded_up(100 * least / group.full)}% of all values, one chunk for a row in each of "
+                f"{len(group.tables)} tables" + (f" on each of {self.ranks} ranks" if self.ranks > 1 else ""),
+                f"{100 * group.budget.share:.3g}%",
             )
         size = self._least(group.tables)
         if group.budget.size is not None and group.budget.size < size:

@@ -5,6 +5,7 @@ from .hash import HashDirectory
 from .ids import narrow_ids, widen_ids
 from .narrow import (
     Finder,
+    FollowedDirectory,
     NarrowDirectory,
     best_of_buckets,
     bucket_of,
@@ -36,6 +37,7 @@ from .widths import chunks_between, class_sums, tally_widths, widths_between
 __all__ = [
     "Dealer",
     "Finder",
+    "FollowedDirectory",
     "HashDirectory",
     "NarrowDirectory",
     "best_of_buckets",

@@ -104,6 +104,11 @@ class HashDirectory:
             pointer(self._table), self._capacity, pointer(ids), pointer(slots), ctypes.c_int64(ids.numel())
         )
 
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """What one takes that has come to hold so many."""
+        return 12 * max(64, 1 << (-(-4 * rows // 3) - 1).bit_length())
+
     @property
     def bytes(self) -> int:
         return self._table.numel() * 4

@@ -132,6 +132,27 @@ class NarrowDirectory:
         return self.memory.nbytes
 
 
+class FollowedDirectory(NarrowDirectory):
+    """See the reference: a word for each id, of which all are followed."""
+
+    FOLLOWED = 4
+    bytes = 0
+    """its memory is that of what is followed"""
+    in_order = True
+
+    def __init__(self, bound: int, part: int, of: int, worth: Tensor) -> None:
+        self.bound, self.worth, self.memory = bound, worth, worth.view(torch.int32).view(-1)
+        self.kind, self.capacity = self.FOLLOWED | part << 8 | of << 32, self.memory.numel()
+        self.used = self.version = 0
+
+    def bytes_for(self, rows: int) -> int:
+        return 0
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        self._put(ids, slots)
+        self.used += int((slots >= 0).sum())
+
+
 class Finder:
     """Directories and candidates of all tables of a module, so that a batch takes one call. It holds for as long as they do.
 

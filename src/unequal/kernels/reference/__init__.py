@@ -4,7 +4,7 @@ from .hash import HashDirectory
 from .ids import narrow_ids, widen_ids
 from .initialize import initialize
 from .lookup import lookup
-from .narrow import NarrowDirectory, bucket_of, follow, lay_out, place, rebuild
+from .narrow import FollowedDirectory, NarrowDirectory, bucket_of, follow, lay_out, place, rebuild
 from .offsets import offsets
 from .pack import pack, packed_sizes, unpack, used_chunks, write_rows
 from .pair_dots import pair_dots, pair_dots_gradient
@@ -14,6 +14,7 @@ from .unique import unique
 from .update import update
 
 __all__ = [
+    "FollowedDirectory",
     "HashDirectory",
     "NarrowDirectory",
     "bucket_of",

@@ -50,6 +50,11 @@ class HashDirectory:
         self._seen = {id_: -1 - slot for id_, slot in pairs if slot < 0}
         self.next_slot = next_slot
 
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """What one takes that holds so many."""
+        return 16 * rows
+
     @property
     def bytes(self) -> int:
         return 16 * (len(self._slots) + len(self._seen))

@@ -128,6 +128,54 @@ class NarrowDirectory:
         return 16 * rows
 
 
+class FollowedDirectory:
+    """Ids part, part + of, part + 2·of … below a bound, all of which are followed, have a word each. A negative one is the slot
+    of the id's row, but for its sign; any other is a float32 number, what the id is worth without a row."""
+
+    FOLLOWED, SIGN = 4, -(2**31)
+    GROWN = 16
+    in_order = True
+    bytes, version = 0, 0
+    """its memory is that of what is followed, and stays where it is"""
+
+    def __init__(self, bound: int, part: int, of: int, worth: Tensor) -> None:
+        """`worth` [ids, 1]: zeros, which it takes over."""
+        self.bound, self.part, self.of, self.worth = bound, part, of, worth
+        self.kind = self.FOLLOWED | part << 8 | of << 32
+        self.memory = worth.view(torch.int32).view(-1)
+        self.capacity, self.used = self.memory.numel(), 0
+
+    def bytes_for(self, rows: int) -> int:
+        return 0
+
+    def _numbers(self, ids: Tensor) -> Tensor:
+        return ids if self.of == 1 else torch.div(ids, self.of, rounding_mode="floor")
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The slot of every id, -1 where it has no row."""
+        inside = (ids >= 0) & (ids < self.bound)
+        words = self.memory[self._numbers(torch.where(inside, ids, self.part))].long()
+        return torch.where(inside & (words < 0), words - self.SIGN, -1)
+
+    def find_into(self, ids: Tensor, slots: Tensor) -> int:
+        slots.copy_(self.find(ids))
+        return int((slots < 0).sum())
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        """Of ids that have no row yet, but for those with a slot of -1."""
+        known = (slots >= 0).nonzero()[:, 0]
+        self.memory[self._numbers(ids[known])] = (slots[known] + self.SIGN).to(torch.int32)
+        self.used += known.numel()
+
+    def make_room(self, count: int) -> None:
+        """Nothing: every id has its word."""
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """Ids that have a row, in order, and their slots."""
+        numbers = (self.memory < 0).nonzero()[:, 0]
+        return numbers * self.of + self.part, self.memory[numbers].long() - self.SIGN
+
+
 def follow(
     keys: Tensor, utilities: Tensor, stamps: Tensor, step: int, class_bits: int, ids: Tensor, slots: Tensor
 ) -> None:

@@ -111,7 +111,13 @@ def update_narrow_rows(rows: TableRows, slots: Tensor, gradients: Tensor, reads:
         part = read_records(records, k, places)
         _, *begins = records.layout[k].tolist()
         if records.kind:
-            part[:, begins[2] : begins[2] + records.utilities] += torch.as_tensor(gained).expand_as(norms)[which]
+            utilities = part[:, begins[2] : begins[2] + records.utilities]
+            more = utilities + torch.as_tensor(gained).expand_as(norms)[which]
+            # What is negative is none of a candidate, but says where a row is that it has got since; what is no number would be.
+            counts = (
+                (utilities.view(torch.int32) >= 0) & (more >= 0) if k == 0 else torch.ones_like(more, dtype=torch.bool)
+            )
+            utilities.copy_(torch.where(counts, more, utilities))
         if k:
             at = columns_of(records, k, part)
             states = [

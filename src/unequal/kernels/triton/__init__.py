@@ -1,7 +1,7 @@
 """The Triton kernels: the backend for GPUs. The tests run them in Triton's interpreter, too (TRITON_INTERPRET=1)."""
 
 from ..reference.ids import narrow_ids, widen_ids
-from ..reference.narrow import lay_out
+from ..reference.narrow import FollowedDirectory, lay_out
 from ..reference.pack import pack, packed_sizes, unpack, used_chunks
 from ..reference.route import deal_bags
 from .directory import NarrowDirectory, bucket_of, follow
@@ -19,6 +19,7 @@ from .writing import write_rows
 
 __all__ = [
     "Directories",
+    "FollowedDirectory",
     "HashDirectory",
     "NarrowDirectory",
     "admit_all",

@@ -17,6 +17,8 @@ ARRAY: tl.constexpr = tl.constexpr(0)
 SHORT: tl.constexpr = tl.constexpr(1)
 LONG: tl.constexpr = tl.constexpr(2)
 NUMBERED: tl.constexpr = tl.constexpr(3)
+FOLLOWED: tl.constexpr = tl.constexpr(4)
+SIGN: tl.constexpr = tl.constexpr(-(2**31))
 NOT_ONE: tl.constexpr = tl.constexpr(2**63 - 1)
 """newcomer of a bucket that has none; no smaller id comes with this one where it is an id"""
 _VERSIONS = numbers()
@@ -88,11 +90,22 @@ def slots_by_number(kind, bound, ids, wanted):
 
 
 @triton.jit
+def slots_of_followed(kind, memory, capacity, ids, wanted):
+    """A word for each id: a negative one is a slot, but for its sign. `kind`: of how many parts this is one from bit 32 on."""
+    numbers = ids // (kind >> 32)
+    inside = wanted & (ids >= 0) & (numbers < capacity)
+    words = tl.load(memory.to(tl.pointer_type(tl.int32)) + numbers, mask=inside, other=0).to(tl.int64)
+    return tl.where(words < 0, words - SIGN, -1)
+
+
+@triton.jit
 def live_slots(kind, memory, capacity, ids, wanted):
     """The slot of each id's row, or -1. `memory`: an address."""
     slots = tl.full(ids.shape, -1, tl.int64)
     if (kind & 255) == NUMBERED:
         slots = slots_by_number(kind, capacity, ids, wanted)
+    elif (kind & 255) == FOLLOWED:
+        slots = slots_of_followed(kind, memory, capacity, ids, wanted)
     elif kind == ARRAY:
         slots = slots_in_array(memory, capacity, ids, wanted)
     elif kind == SHORT:

@@ -247,6 +247,11 @@ class HashDirectory:
         """Entries; when it changes, captured graphs that use the directory are out of date."""
         return self._keys.numel() - 1
 
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """What one takes that has come to hold so many."""
+        return 12 * (1 + max(64, 1 << (-(-4 * rows // 3) - 1).bit_length()))
+
     @property
     def bytes(self) -> int:
         return self._keys.numel() * 12

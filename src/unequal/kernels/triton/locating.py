@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ..request import WAYS, Request
 from .directory import (
+    FOLLOWED,
     LONG,
     NOT_ONE,
     SHORT,
+    SIGN,
     enter,
     enter_newcomer,
     known_candidates,
@@ -292,6 +294,8 @@ def enter_ids(directories, owners, ids, slots, count, BLOCK: tl.constexpr):
             enter(memory, capacity, id_, slot, mine, SHORT)
         elif kind == LONG:
             enter(memory, capacity, id_, slot, mine, LONG)
+        elif (kind & 255) == FOLLOWED:
+            put_in_array(memory, id_ // (kind >> 32), slot + SIGN, mine)
         else:
             put_in_array(memory, id_, slot, mine)
 

@@ -65,9 +65,10 @@ def utilities_of(record, width, DTYPE: tl.constexpr, OPTIMIZER: tl.constexpr):
 
 @triton.jit
 def add_utility(
-    to, held, live, gradients, reads, gain, columns, CHUNK: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr
+    to, held, width, live, gradients, reads, gain, columns, CHUNK: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """gradients [rows, columns] of whole vectors; reads and gain [rows]; held: the first utility of each"""
+    """gradients [rows, columns] of whole vectors; reads and gain [rows]; held: the first utility of each. Of a candidate what is
+    negative is none, but says where a row is that it has got since; what is no number would, too."""
     if KIND:
         if KIND >= READS:
             gain *= reads.to(tl.float32)
@@ -81,7 +82,9 @@ def add_utility(
                 gained = gain * tl.sqrt(tl.sum(own, 1))
             if each > 0:
                 held = tl.load(to + each, mask=live, other=0.0)
-            tl.store(to + each, held + gained, mask=live)
+            more = held + gained
+            counts = (width > 0) | ((held.to(tl.int32, bitcast=True) >= 0) & (more >= 0))
+            tl.store(to + each, more, mask=live & counts)
 
 
 @triton.jit
@@ -113,7 +116,7 @@ def update_records(
         row_keys = row_key(step_key, key.to(tl.int64) - tl.load(tables + table * FIELDS + 4))
         tl.store(pointers, round_to(w, row_keys[:, None], at, DTYPE), mask=lives)
     to = utilities_of(record, width, DTYPE, OPTIMIZER)
-    add_utility(to, held, followed, gradients, reads, gain, columns, CHUNK, EACH, KIND)
+    add_utility(to, held, width, followed, gradients, reads, gain, columns, CHUNK, EACH, KIND)
 
 
 @triton.jit
