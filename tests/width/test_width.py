@@ -419,7 +419,7 @@ def test_chunks():
     assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=16)) == 1
     assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=10)) == 1
     assert uq.Width().chunk_of(uq.Table("t", rows=5, dim=96)) == 6
-    with pytest.raises(uq.RecipeError, match=r"a divisor of its dim 64: one of \[1, 2, 4, 8"):
+    with pytest.raises(uq.RecipeError, match=r"a divisor of its dim 64 that makes at most 63 chunks: one of \[2, 4, 8"):
         uq.Width(chunk=5).chunk_of(table)
 
 

@@ -85,7 +85,9 @@ def train(
         with progress_for(progress and ranks.rank == 0) as shown, ranks.device.explained(OUT_OF_MEMORY):
             resume = resume or ranks.remembered()
             found: Found | None = None
-            if resume is None and recipe.run.folder:  # before ids are counted and budgets are tried, not after it
+            if (
+                recipe.width is not None and resume is None and recipe.run.folder
+            ):  # before ids are counted and budgets are tried, not after it
                 ranks.first(lambda: str(chosen_folder(recipe)))
             if recipe.width is not None and recipe.width.searches:
                 if resume is not None:
