@@ -42,6 +42,8 @@ SEEDS, TUNED_WITH = 5, 2
 """of a cell, and of those the ones by which its setting is chosen"""
 DIMS = tuple(keep for keep in KEPT if keep >= 1 / 16)
 """shares that whole dims of 16 can be"""
+FEW = ("dim", "in_bytes")
+"""methods that are tried with these alone: smaller tables cannot be followed in fewer bytes"""
 RATES = (0.1, 0.2, 0.4)
 SETTINGS = tuple(Setting(lr=lr, weight_decay=1e-5) for lr in RATES)
 OF_FULL = {
@@ -71,7 +73,7 @@ class Grid:
     def cells(self) -> Iterator[tuple[str, str, float]]:
         for data in self.data:
             for method in self.methods:
-                kept = [1.0] if method.startswith("full") else [k for k in self.kept if method != "dim" or k in DIMS]
+                kept = [1.0] if method.startswith("full") else [k for k in self.kept if method not in FEW or k in DIMS]
                 yield from ((data, method, keep) for keep in kept)
 
     def settings_of(self, method: str) -> Sequence[Setting]:

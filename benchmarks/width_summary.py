@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .width_training import DIM, KEPT, METHODS, Job, Setting
+from .width_training import DIM, KEPT, METHODS, Job, Setting, whole_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     Lines = Sequence[Mapping[str, Any]]
 
-DEFAULT = "water-filling"
+DEFAULT, IN_BYTES = "water-filling", "in_bytes"
+"""the policy, by shares of the values and by bytes"""
+OURS = (DEFAULT, IN_BYTES, "full", "full_decay")
 NOISE = 2.0
 """standard errors within which two means count as equal"""
 BARS: dict[str, tuple[float, ...]] = {
@@ -49,10 +51,11 @@ def of_data(lines: Lines) -> dict[str, Any]:
         tried = max(len(settings), *(int(line.get("tried", 1)) for line in settings[best]))
         cells[method][f"{keep:g}"] = described(best, settings[best], tried)
     rows = int(lines[0]["of_rows"])
-    full_bytes = rows * (DIM + 1) * 4
+    full_bytes = whole_bytes(rows)
     found: dict[str, Any] = {"rows": rows, "full_bytes": full_bytes, "methods": dict(cells)}
     found["equal_bytes"] = equal_bytes(cells, full_bytes)
     found["verdicts"] = verdicts(str(lines[0]["job"]["data"]), cells)
+    found["byte_verdicts"] = byte_verdicts(found["equal_bytes"])
     return found
 
 
@@ -145,14 +148,27 @@ def verdicts(data: str, cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
             verdict |= {"loss": round(loss, 5), "noise": round(noise, 5)}
             if keep in allowed:
                 verdict |= {"allowed": allowed[keep], "reached": loss <= (allowed[keep] or noise)}
-        others = {method: part[name] for method, part in cells.items() if method != DEFAULT and name in part}
-        if others:
-            best = max(others, key=lambda method: float(others[method]["auc"]))
-            ahead = mine[name]["auc"] - others[best]["auc"]
-            equal = ahead >= -NOISE * error_of(mine[name], others[best])
-            verdict |= {"best_other": best, "ahead": round(ahead, 5), "not_worse": equal}
-        found[name] = verdict
+        others = {method: part[name] for method, part in cells.items() if method not in OURS and name in part}
+        found[name] = verdict | against(mine[name], others)
     return found
+
+
+def against(mine: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The best of the others, and whether ours is not worse within noise."""
+    if not others:
+        return {}
+    best = max(others, key=lambda method: float(others[method]["auc"]))
+    ahead = mine["auc"] - others[best]["auc"]
+    equal = ahead >= -NOISE * error_of(mine, others[best])
+    return {"best_other": best, "ahead": round(ahead, 5), "not_worse": equal}
+
+
+def byte_verdicts(equal: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The default policy with as many bytes as it was given, against the best that the others do with them."""
+    return {
+        share: against(mine, {name: own[share] for name, own in equal.items() if name not in OURS and share in own})
+        for share, mine in equal.get(IN_BYTES, {}).items()
+    }
 
 
 def score(cell: Mapping[str, Any] | None) -> str:

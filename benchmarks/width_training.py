@@ -23,7 +23,7 @@ DIM = 16
 EVALUATED = 16_384
 """samples of a batch that is only predicted"""
 POLICIES = ("water-filling", "fiited", "adaembed", "itep", "frequency")
-METHODS = ("full", "full_decay", *POLICIES, "dim", "hash")
+METHODS = ("full", "full_decay", *POLICIES, "in_bytes", "dim", "hash")
 KEPT = (0.5, 0.25, 0.125, 0.0625, 0.02, 0.01)
 PATIENCE = 2
 """epochs without a better one on validation data after which a training ends"""
@@ -42,9 +42,10 @@ class Setting:
 class Job:
     data: str
     method: str
-    """a policy; "dim": all rows narrow; "hash": fewer rows, shared; "full" and "full_decay": all rows whole"""
+    """a policy; "in_bytes": the default one, with a budget in bytes; "dim": all rows narrow; "hash": fewer rows, shared; "full"
+    and "full_decay": all rows whole"""
     keep: float
-    """of all weights"""
+    """of all weights; "in_bytes": of the bytes of all rows with row-wise AdaGrad"""
     setting: Setting
     seed: int
 
@@ -63,6 +64,22 @@ def optimizer_of(setting: Setting) -> uq.Optimizer:
     return kinds[setting.optimizer](lr=setting.lr, weight_decay=setting.weight_decay)
 
 
+def whole_bytes(rows: int) -> int:
+    """Of so many rows with row-wise AdaGrad: what shares of bytes are of."""
+    return rows * (DIM + 1) * 4
+
+
+def width_of(study: Study, job: Job) -> uq.Width | None:
+    import unequal as uq
+
+    if job.method not in (*POLICIES, "in_bytes"):
+        return None
+    # Rates are tuned for each share: they are taken as they are.
+    if job.method == "in_bytes":
+        return uq.Width(budget=f"{int(job.keep * whole_bytes(study.rows))} B", every=study.every, rate=1)
+    return uq.Width(budget=job.keep, policy=job.method, every=study.every, rate=1)
+
+
 def tables_of(study: Study, job: Job) -> uq.Embeddings:
     import unequal as uq
 
@@ -72,10 +89,7 @@ def tables_of(study: Study, job: Job) -> uq.Embeddings:
         {name: uq.Feature(tables[table], pooling="mean") for name, table in study.features.items()},
         optimizer=optimizer_of(job.setting),
         seed=job.seed,
-        # Rates are tuned for each share: they are taken as they are.
-        width=uq.Width(budget=job.keep, policy=job.method, every=study.every, rate=1)
-        if job.method in POLICIES
-        else None,
+        width=width_of(study, job),
     )
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from benchmarks import width_data, width_memory, width_quality, width_summary
+from benchmarks import width_data, width_memory, width_quality, width_summary, width_training
 from benchmarks.quality import DATA
 from benchmarks.report import BenchmarkError
 from benchmarks.width_plot import plot
@@ -111,6 +111,24 @@ def test_the_setting_is_chosen_on_validation_data_and_verdicts_follow() -> None:
     assert "0.25" not in found["equal_bytes"]["hash"]
 
 
+def test_the_default_policy_is_compared_at_equal_bytes_too() -> None:
+    """With the best that others do in as many: a share of the values alone says nothing of what they take."""
+    lines = [line("water-filling", 0.25, seed, 0.96, size=1500) for seed in range(3)]
+    lines += [line("in_bytes", keep, seed, 0.95 + 0.001 * seed, size=700) for keep in (0.25, 0.5) for seed in range(3)]
+    lines += [line("dim", 0.0625, seed, 0.94, size=800) for seed in range(3)]
+    lines += [line("hash", 0.125, seed, 0.955, size=1600) for seed in range(3)]
+    found = width_summary.summarised(lines)["data"]["frappe"]
+    verdicts = found["byte_verdicts"]
+    assert verdicts["0.25"] == {"best_other": "dim", "ahead": pytest.approx(0.011), "not_worse": True}
+    assert verdicts["0.5"]["best_other"] == "hash" and not verdicts["0.5"]["not_worse"]
+    assert found["verdicts"]["0.25"].get("best_other") is None, "of methods that keep as many values there is none"
+    study = width_data.generated("generated", rows=2_000, ids=500)
+    job = Job(data="generated", method="in_bytes", keep=0.25, setting=width_quality.SETTINGS[0], seed=0)
+    width = width_training.width_of(study, job)
+    assert width is not None and width.common.size == study.rows * 17 and width.policy == "water-filling"
+    assert sum(width_training.tables_of(study, job).memory().values()) <= study.rows * 17
+
+
 def test_results_can_be_extended(tmp_path: Path) -> None:
     """They hold the trainings that they are made of, so that more seeds can be added, or a cell be made anew."""
     lines = [line("full", 1.0, seed, 0.95) for seed in range(3)]
@@ -134,7 +152,9 @@ def test_the_picture_shows_every_method() -> None:
     lines = [line(method, keep, 0, 0.9) for method in METHODS if "full" not in method for keep in KEPT]
     picture = ElementTree.fromstring(plot(width_summary.summarised([*lines, line("full", 1.0, 0, 0.91)])))
     lines_drawn = [part for part in picture.iter() if part.tag.endswith("polyline")]
-    assert len(lines_drawn) == len(METHODS) - 2
+    assert len(lines_drawn) == len(METHODS) - 3, (
+        "all but the full models, and shares of bytes, which are no shares of values"
+    )
     assert all(len(part.attrib["points"].split()) == len(KEPT) for part in lines_drawn)
 
 
