@@ -105,7 +105,8 @@ def load_run(run: Path, recipe: Path | str | None = None, overrides: Sequence[st
     for field in dict.fromkeys([*before, *after]):
         if not _is_free(field) and not _same(before.get(field), after.get(field)):
             remedy = f"resume with `--resume {run}` alone, or start a new run"
-            raise RecipeError(field, f"{before.get(field)!r} as in the run {run}", after.get(field), remedy)
+            expected = repr(before[field]) if before.get(field) is not None else "it to be left out,"
+            raise RecipeError(field, f"{expected} as in the run {run}", after.get(field), remedy)
     return chosen
 
 

@@ -104,7 +104,7 @@ def test_sharding_is_free_to_change(shared_clicks: Path, tmp_path: Path) -> None
     assert other.sharding_of() == {"user": "row_wise", "items": "table_wise"} and other.expected_rows() == {"user": 9}
     assert load_recipe(shared_clicks, changed).hash() == recipe.hash()
     assert load_recipe(shared_clicks, ["exchange.forward=fp16"]).hash() != recipe.hash()
-    with pytest.raises(UserError, match=r"tables.user.dim: expected None as in the run"):
+    with pytest.raises(UserError, match=r"tables.user.dim: expected it to be left out, as in the run"):
         load_run(run, None, ["tables.user.dim=4"])
 
 

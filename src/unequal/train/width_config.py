@@ -117,7 +117,7 @@ class WidthConfig:
             if table.admit_after > 1:
                 raise RecipeError(
                     "width", f"no such section where table '{table.name}' has admit_after = {table.admit_after}",
-                    "both", "leave out admit_after: inside a budget, rare ids get no row by themselves",
+                    "a budget", "leave out admit_after: inside a budget, rare ids get no row by themselves",
                 )  # fmt: skip
         bounded = all(table.rows is not None for table in tables.values())
         budget = self.budget if not self.searches else "100%" if bounded else "1 TB"
