@@ -61,8 +61,8 @@ def main() -> None:
     # Torch's large tensors on 2 MiB pages, as the tables are: gradients are read at random places. Torch looks when it first
     # allocates; who set it otherwise keeps that.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Threads that wait for each other sleep after some microseconds. GNU's OpenMP lets them spin for milliseconds: beside other busy
-    # programs the one that all wait for then gets no core, and a step takes a hundred times as long (docs/log.md).
+    # Threads that wait for each other sleep after some microseconds. GNU's OpenMP lets them spin for milliseconds: beside other
+    # busy programs the one that all wait for then gets no core, and a step takes a hundred times as long (docs/log.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     keep_freed_memory()
