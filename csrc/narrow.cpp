@@ -228,22 +228,26 @@ UNEQUAL_API void uq_narrow_put(int64_t kind, void* memory, int64_t capacity, con
 // foretold, and what is written of those is written over by the next.
 UNEQUAL_API int64_t uq_narrow_entries(int64_t kind, void* memory, int64_t capacity, int64_t used, int64_t* ids, int64_t* slots) {
   using namespace unequal;
-  using One = std::pair<int64_t, int64_t>;
   int64_t n = 0;
   const auto list = [&](auto&& entry) {
     for (int64_t k = 0; k < capacity && n < used; ++k) {
-      const One id_and_slot = entry(k);
+      const std::pair<int64_t, int64_t> id_and_slot = entry(k);
       ids[n] = id_and_slot.first;
       slots[n] = id_and_slot.second;
       n += id_and_slot.second >= 0;
     }
   };
+  using One = std::pair<int64_t, int64_t>;
   if (kind == kByArray) list([&](int64_t k) { return One(k, static_cast<int32_t*>(memory)[k]); });
-  else if ((kind & 255) == kFollowed)
-    list([&](int64_t k) {
-      return One(k * (kind >> 32) + (kind >> 8 & 0xFFFFFF), FollowedIds::slot_of(static_cast<int32_t*>(memory)[k]));
-    });
-  else if (kind == kShortIds)
+  else if ((kind & 255) == kFollowed) {
+    const int64_t of = kind >> 32;
+    const int32_t* words = static_cast<int32_t*>(memory);
+    for (int64_t k = 0, id = kind >> 8 & 0xFFFFFF; k < capacity && n < used; ++k, id += of) {
+      ids[n] = id;
+      slots[n] = words[k] & INT32_MAX;
+      n += words[k] < 0;
+    }
+  } else if (kind == kShortIds)
     list([&](int64_t k) {
       const NarrowEntry<uint32_t> entry = static_cast<NarrowEntry<uint32_t>*>(memory)[k];
       return One(entry.id, entry.slot);
