@@ -72,6 +72,14 @@ def test_growth_and_threads(backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("count", [1, 24, 25, 48, 49, 96, 97, 5000])
+def test_bytes_are_foretold(backend, count):
+    directory = backend.HashDirectory()
+    directory.insert(torch.arange(count) * 7919)
+    assert directory.bytes == directory.bytes_for(count)
+
+
+@pytest.mark.parametrize("backend", FAST)
 def test_repeated_ids_do_not_swell_the_directory(backend):
     directory = backend.HashDirectory()
     directory.insert(torch.zeros(100_000, dtype=torch.int64))

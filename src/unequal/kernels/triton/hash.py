@@ -250,7 +250,7 @@ class HashDirectory:
     @staticmethod
     def bytes_for(rows: int) -> int:
         """What one takes that has come to hold so many."""
-        return 12 * (1 + max(64, 1 << (-(-4 * rows // 3) - 1).bit_length()))
+        return 12 * (1 + max(32, 1 << (-(-4 * rows // 3) - 1).bit_length()))
 
     @property
     def bytes(self) -> int:
