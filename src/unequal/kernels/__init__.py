@@ -74,7 +74,7 @@ class Backend:
     initialize: Callable[..., None]
     round_rows: Callable[..., torch.Tensor]
     unique: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    HashDirectory: Callable[..., Any]
+    HashDirectory: Any
     route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     deal_bags: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     narrow_ids: Callable[..., torch.Tensor]

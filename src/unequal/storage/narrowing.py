@@ -48,8 +48,6 @@ class Narrowing:
     """whether all rows are there and as wide as new ones, for good: nothing is followed, and rows are found by their numbers"""
     by_id: bool = False
     """whether every id has its place among the candidates; otherwise so many are followed as there are, and found by hashing"""
-    in_directory: bool = False
-    """whether the directory holds what these are worth, too: one word for each id, see followed.py"""
     early: int = 0
     """chunks of a row that is new before the first round, where that is more than `start`"""
     inherit: float = 0.0
@@ -57,6 +55,11 @@ class Narrowing:
     counts them with as much"""
     purse: Purse = field(default_factory=Purse)
     tally: Tally = field(default_factory=Tally)
+
+    @property
+    def in_directory(self) -> bool:
+        """Whether the directory holds what candidates are worth, too: one word for each id, see FollowedDirectory."""
+        return self.by_id and not self.by_chunk
 
     @property
     def begins(self) -> int:

@@ -53,7 +53,7 @@ class Held:
             each = shard.width * storage.table.dtype.itemsize + storage.optimizer.state_bytes_per_row(shard.width)
             full = None if rows is None else rows * each
             if full is not None and storage.table.rows is None:
-                full += storage.kernels.HashDirectory.bytes_for(rows)  # type: ignore[attr-defined]
+                full += storage.kernels.HashDirectory.bytes_for(rows)
             key = f"{shard.table}/{shard.first}/{shard.part}"
             held = sum(storage.memory().values())
             parts.append([key, storage.live, storage.values, storage.live * shard.width, rows, shard.width, full, held])

@@ -208,12 +208,10 @@ class Settling:
         expected *= self.shares[name]
         self._check_minimum(group, table, chunk)
         candidates, by_id = self._candidates(group, table, keep)
-        in_directory = by_id and not self.policy.by_chunk
         return Narrowing(
             chunk=chunk, masked=self.policy.masked, by_chunk=self.policy.by_chunk, kind=self.policy.kind, start=start,
-            rows=expected, candidates=candidates, by_id=by_id, in_directory=in_directory,
-            decay=self.width.decay if self.policy.fades else 1.0, purse=group.purse, inherit=self.width.inherit,
-            early=self._early(table, keep),
+            rows=expected, candidates=candidates, by_id=by_id, decay=self.width.decay if self.policy.fades else 1.0,
+            purse=group.purse, inherit=self.width.inherit, early=self._early(table, keep),
         )  # fmt: skip
 
     def _early(self, table: Table, keep: float) -> int:
